@@ -1,0 +1,55 @@
+"""Errors that a user can act on. Messages name what was expected, what came, and what to do."""
+
+from __future__ import annotations
+
+
+class FlashBiasError(Exception):
+    """Base of all errors that this package raises on purpose.
+
+    Attributes:
+        hint: the next step, one sentence, or an empty string.
+    """
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        return f"{message} ({self.hint})" if self.hint else message
+
+
+class UsageError(FlashBiasError, ValueError):
+    """An option or argument that makes no sense, such as energy outside (0, 1]."""
+
+
+class NothingToConvertError(FlashBiasError):
+    """No biased attention site was found, or every one was left alone."""
+
+
+class DecompositionError(FlashBiasError, ValueError):
+    """A bias that cannot be decomposed: NaN, infinity, or a shape that no term fits."""
+
+
+class StaleTermsError(FlashBiasError, RuntimeError):
+    """The weights or sizes that the terms were made from have changed since."""
+
+
+class UnsupportedTermError(FlashBiasError, NotImplementedError):
+    """A backend was asked by name for something that it cannot add."""
+
+
+class CheckpointError(FlashBiasError):
+    """A file that is missing, damaged, unsafe or not what it claims to be."""
+
+
+class UnknownArchitectureError(FlashBiasError):
+    """The architecture of a checkpoint is unknown or ambiguous.
+
+    Attributes:
+        candidates: architectures that fit, if several do.
+    """
+
+    def __init__(self, message: str, hint: str = "", candidates: tuple[str, ...] = ()) -> None:
+        super().__init__(message, hint)
+        self.candidates = candidates

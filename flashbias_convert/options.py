@@ -1,0 +1,68 @@
+"""The options of a conversion: one object for the API, the command line and the saved plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self, get_args
+
+from .errors import UsageError
+
+Method = Literal["auto", "exact", "svd", "neural"]
+
+
+@dataclass(frozen=True)
+class DecomposeOptions:
+    """How a bias becomes terms.
+
+    Attributes:
+        energy: share of the squared singular values of the row-centred bias to keep, in (0, 1].
+            1.0 means exact terms only.
+        method: "auto" takes the cheapest term per head that is good enough, "exact" keeps every
+            bit of the bias, "svd" truncates (FlashBias, section 3.2).
+        max_rank: cap on the rank; a head that misses `energy` under the cap takes another term.
+        max_attention_error: guard, in [0, 1]: the largest acceptable total variation distance
+            between the softmax of the bias and of its approximation, mean over rows.
+        target: card class whose costs decide ("h100", ...); None means the present card.
+        force_all: convert sites that would not get faster, too.
+        version: of this schema.
+    """
+
+    energy: float = 0.99
+    method: Method = "auto"
+    max_rank: int | None = None
+    max_attention_error: float = 0.25
+    target: str | None = None
+    force_all: bool = False
+    version: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.energy <= 1.0:  # also catches NaN
+            raise UsageError(f"energy must be in (0, 1], got {self.energy}", "0.99 is a good start")
+        if self.method not in get_args(Method):
+            raise UsageError(f"method must be one of {get_args(Method)}, got {self.method!r}")
+        if self.max_rank is not None and self.max_rank < 1:
+            raise UsageError(f"max_rank must be at least 1, got {self.max_rank}")
+        if not 0.0 <= self.max_attention_error <= 1.0:
+            raise UsageError(
+                f"max_attention_error must be in [0, 1], got {self.max_attention_error}"
+            )
+        if self.version != 1:
+            raise UsageError(
+                f"options of version {self.version} are not understood, only version 1",
+                "update flashbias-convert",
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `to_json`; raises UsageError for unknown names or bad values."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        unknown = set(data) - known
+        if unknown:
+            raise UsageError(f"unknown options {sorted(unknown)}, known are {sorted(known)}")
+        return cls(**data)

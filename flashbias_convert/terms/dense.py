@@ -1,0 +1,40 @@
+"""The bias itself: always exact, still one fused kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .base import Term, castable_tensor, require, require_shape
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Dense(Term):
+    """Adds ``bias[h, i, j]``.
+
+    Attributes:
+        bias: floating point, shape (*batch, H or 1, N, M). Follows its model's dtype.
+    """
+
+    kind: ClassVar[str] = "dense"
+    head_dims: ClassVar[dict[str, int]] = {"bias": -3}
+
+    bias: Tensor = castable_tensor()
+
+    def __post_init__(self) -> None:
+        require_shape("bias", self.bias, 3, "(*batch, H, N, M)")
+
+    def dense_term(self, n: int, m: int, query_start: int, dtype: torch.dtype) -> Tensor:
+        require(
+            tuple(self.bias.shape[-2:]) == (n, m),
+            f"the dense bias is for {self.bias.shape[-2]} queries and {self.bias.shape[-1]} keys, "
+            f"asked for {n} and {m}",
+        )
+        return self.bias.to(dtype)
+
+    def batch_shape(self) -> tuple[int, ...]:
+        own = tuple(self.bias.shape[:-3])
+        return tuple(torch.broadcast_shapes(own, self._row_scale_batch()))

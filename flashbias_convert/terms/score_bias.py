@@ -1,0 +1,204 @@
+"""A score bias: a sum of terms."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from .alibi import Alibi
+from .base import Term, require
+from .dense import Dense
+from .key_bias import KeyBias
+from .low_rank import LowRank
+from .regions import Regions
+from .relative_table import RelativeTable
+
+TERM_KINDS: dict[str, type[Term]] = {
+    cls.kind: cls for cls in (Alibi, KeyBias, LowRank, RelativeTable, Regions, Dense)
+}
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreBias:
+    """The sum of `terms`, added to the scores of `num_heads` heads.
+
+    Attributes:
+        terms: the summands. Each acts on all heads, or on the heads that it names.
+        num_heads: H, the number of query heads.
+    """
+
+    terms: tuple[Term, ...]
+    num_heads: int
+
+    def __post_init__(self) -> None:
+        require(self.num_heads > 0, f"num_heads must be positive, got {self.num_heads}")
+        for term in self.terms:
+            self._check_heads(term)
+
+    def _check_heads(self, term: Term) -> None:
+        own, heads = term.num_own_heads(), term.heads
+        expected = self.num_heads if heads is None else len(heads)
+        require(
+            own in (1, expected),
+            f"{term.kind} has {own} heads, expected 1 or {expected}",
+        )
+        if heads is not None:
+            valid = len(set(heads)) == len(heads) and all(0 <= h < self.num_heads for h in heads)
+            require(
+                valid, f"{term.kind}: heads {heads} are not distinct or not below {self.num_heads}"
+            )
+
+    # -- meaning ---------------------------------------------------------------------------
+
+    def dense(
+        self,
+        n: int,
+        m: int,
+        *,
+        query_start: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: Any = None,
+    ) -> Tensor:
+        """The whole bias, shape (*batch, H, n, m). See `Term.dense`."""
+        total = torch.zeros(self.num_heads, n, m, dtype=dtype, device=device or self.device)
+        for term in self.terms:
+            total = total + self._spread(
+                term, term.dense(n, m, query_start=query_start, dtype=dtype)
+            )
+        return total
+
+    def _spread(self, term: Term, dense: Tensor) -> Tensor:
+        """Place the heads of a term among all heads: (*batch, H, n, m)."""
+        if term.heads is None:
+            return dense
+        heads = torch.tensor(term.heads, device=dense.device)
+        source = dense.expand(*dense.shape[:-3], len(term.heads), *dense.shape[-2:])
+        shape = (*dense.shape[:-3], self.num_heads, *dense.shape[-2:])
+        return dense.new_zeros(shape).index_copy(dense.dim() - 3, heads, source)
+
+    def batch_shape(self) -> tuple[int, ...]:
+        """Broadcast shape of the leading dimensions of all terms."""
+        return tuple(torch.broadcast_shapes((), *(t.batch_shape() for t in self.terms)))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first tensor lives; the CPU for a bias without terms."""
+        return next((t.device for _, t in self.named_tensors()), torch.device("cpu"))
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any tensor asks for a gradient."""
+        return any(t.requires_grad for _, t in self.named_tensors())
+
+    # -- heads, moves ----------------------------------------------------------------------
+
+    def select_heads(self, heads: Sequence[int]) -> ScoreBias:
+        """The bias of the given heads, in that order, renumbered 0, 1, ..."""
+        bad = [h for h in heads if not 0 <= h < self.num_heads]
+        require(not bad, f"heads {bad} do not exist, this bias has {self.num_heads}")
+        chosen = [term.select_heads(heads) for term in self.terms]
+        return ScoreBias(tuple(t for t in chosen if t is not None), len(heads))
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> ScoreBias:
+        """A copy on `device`; integers and fp32 tensors that must stay exact keep their dtype."""
+        return ScoreBias(tuple(t.to(device, dtype) for t in self.terms), self.num_heads)
+
+    def __add__(self, other: ScoreBias) -> ScoreBias:
+        require(
+            self.num_heads == other.num_heads,
+            f"cannot add a bias of {other.num_heads} heads to one of {self.num_heads}",
+        )
+        return ScoreBias(self.terms + other.terms, self.num_heads)
+
+    # -- state for checkpoints -------------------------------------------------------------
+
+    def term_names(self) -> list[str]:
+        """A name per term: its kind, with a number from the second of a kind on."""
+        seen: Counter[str] = Counter()
+        names = []
+        for term in self.terms:
+            seen[term.kind] += 1
+            count = seen[term.kind]
+            names.append(term.kind if count == 1 else f"{term.kind}_{count}")
+        return names
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Pairs of '<term>.<tensor>' and tensor, in a fixed order."""
+        for name, term in zip(self.term_names(), self.terms, strict=True):
+            for field_name, tensor in term.tensors().items():
+                yield f"{name}.{field_name}", tensor
+
+    def spec(self) -> dict[str, Any]:
+        """Everything but the tensors' values, as JSON: rebuilds the bias with `from_state`."""
+        return {
+            "num_heads": self.num_heads,
+            "terms": [
+                {
+                    "name": name,
+                    "kind": term.kind,
+                    "static": term.static(),
+                    "tensors": {k: _describe(t) for k, t in term.tensors().items()},
+                }
+                for name, term in zip(self.term_names(), self.terms, strict=True)
+            ],
+        }
+
+    @classmethod
+    def from_state(cls, spec: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
+        """Rebuild a bias from `spec()` and a mapping of '<term>.<tensor>' to tensors.
+
+        Raises:
+            ValueError: an unknown kind of term, or a missing tensor.
+        """
+        terms = []
+        for entry in spec["terms"]:
+            kind = entry["kind"]
+            require(kind in TERM_KINDS, f"unknown kind of term {kind!r}; is the file newer?")
+            keys = {k: f"{entry['name']}.{k}" for k in entry["tensors"]}
+            missing = [full for full in keys.values() if full not in tensors]
+            require(not missing, f"tensors {missing} of the score bias are missing")
+            own = {k: tensors[full] for k, full in keys.items()}
+            terms.append(TERM_KINDS[kind].from_state(entry["static"], own))
+        return cls(tuple(terms), int(spec["num_heads"]))
+
+    @classmethod
+    def empty_from_spec(cls, spec: Mapping[str, Any], device: Any = None) -> Self:
+        """A bias with uninitialised tensors of the shapes and dtypes that `spec` names."""
+        tensors = {
+            f"{entry['name']}.{k}": torch.zeros(
+                tuple(info["shape"]), dtype=_dtype(info["dtype"]), device=device
+            )
+            for entry in spec["terms"]
+            for k, info in entry["tensors"].items()
+        }
+        return cls.from_state(spec, tensors)
+
+
+def _describe(tensor: Tensor) -> dict[str, Any]:
+    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+
+
+_DTYPES = {
+    str(d).removeprefix("torch."): d
+    for d in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+    )
+}
+
+
+def _dtype(name: str) -> torch.dtype:
+    require(name in _DTYPES, f"unknown dtype {name!r} in the plan")
+    return _DTYPES[name]
