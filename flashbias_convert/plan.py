@@ -1,0 +1,139 @@
+"""The plan: what was decided for every site and head, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+from .decompose.decision import HeadDecision
+from .errors import CheckpointError
+from .options import DecomposeOptions
+from .terms import ScoreBias
+
+FORMAT_VERSION = 1
+
+Status = Literal["patched", "left alone", "unsupported", "failed"]
+
+
+@dataclass
+class SitePlan:
+    """The decision for one site.
+
+    Attributes:
+        name: fully qualified module name.
+        recipe: name of the recipe.
+        status: "patched" (in a dry run: would be), "left alone", "unsupported" or "failed".
+        reason: why, in words; for a patched site what was chosen.
+        n, m, heads, head_dim: sizes of one attention call (0 when unknown).
+        decisions: one per head; empty unless the bias was decomposed.
+        warnings: what a user should know about this site.
+        spec: `ScoreBias.spec()` of the terms, masks included; None unless patched.
+        bias: the terms themselves; only in memory.
+    """
+
+    name: str
+    recipe: str
+    status: Status
+    reason: str
+    n: int = 0
+    m: int = 0
+    heads: int = 0
+    head_dim: int = 0
+    decisions: tuple[HeadDecision, ...] = ()
+    warnings: tuple[str, ...] = ()
+    spec: dict[str, Any] | None = None
+    bias: ScoreBias | None = field(default=None, repr=False, compare=False)
+
+    def terms(self) -> tuple[str, ...]:
+        """Kinds of the terms of a patched site, in order, each once."""
+        entries = self.spec["terms"] if self.spec else []
+        return tuple(dict.fromkeys(entry["kind"] for entry in entries))
+
+    def ranks(self) -> list[int]:
+        """Ranks of the heads that have a low-rank term."""
+        return [d.rank for d in self.decisions if d.rank is not None]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values, without the tensors."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del fields["bias"]
+        fields["decisions"] = [d.to_json() for d in self.decisions]
+        fields["warnings"] = list(self.warnings)
+        return fields
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `to_json`."""
+        values = dict(data)
+        values["decisions"] = tuple(HeadDecision.from_json(d) for d in values["decisions"])
+        values["warnings"] = tuple(values["warnings"])
+        return cls(**values)
+
+
+@dataclass
+class Plan:
+    """The decisions for a whole model.
+
+    Attributes:
+        options: how biases were decomposed.
+        sites: one entry per site, in the order of the model's modules.
+        arch: how to build the model again, as JSON, or None if only the caller knows.
+        versions: versions of this package and of the libraries that matter.
+    """
+
+    options: DecomposeOptions
+    sites: list[SitePlan]
+    arch: dict[str, Any] | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def with_status(self, status: Status) -> list[SitePlan]:
+        """The sites that ended with `status`."""
+        return [site for site in self.sites if site.status == status]
+
+    @property
+    def patched(self) -> list[SitePlan]:
+        """The sites that are (or in a dry run would be) patched."""
+        return self.with_status("patched")
+
+    def counts(self) -> dict[str, int]:
+        """Number of sites by status."""
+        return dict(Counter(site.status for site in self.sites))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values; everything that `load_model` needs besides the tensors."""
+        return {
+            "format": "flashbias-convert plan",
+            "format_version": FORMAT_VERSION,
+            "options": self.options.to_json(),
+            "arch": self.arch,
+            "versions": self.versions,
+            "sites": [site.to_json() for site in self.sites],
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Self:
+        """Inverse of `to_json`.
+
+        Raises:
+            CheckpointError: not a plan, of a newer format, or with fields missing.
+        """
+        if not isinstance(data, dict) or data.get("format") != "flashbias-convert plan":
+            raise CheckpointError("this is not a flashbias-convert plan")
+        version = data.get("format_version")
+        if version != FORMAT_VERSION:
+            raise CheckpointError(
+                f"the plan has format version {version}, this program reads {FORMAT_VERSION}",
+                "update flashbias-convert",
+            )
+        try:
+            return cls(
+                options=DecomposeOptions.from_json(data["options"]),
+                sites=[SitePlan.from_json(site) for site in data["sites"]],
+                arch=data["arch"],
+                versions=data["versions"],
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"the plan is damaged: {error!r}") from error

@@ -1,0 +1,183 @@
+"""What a recipe is, and how a module finds its recipe.
+
+A recipe is what we know of one architecture, in one file. The registry is the entry-point group
+``flashbias_convert.recipes``: qualified class name -> recipe. Walking a model imports only the
+recipes of the classes that it meets.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from .errors import UsageError
+from .patched_attention import PatchedAttention
+from .terms import Term
+
+logger = logging.getLogger(__name__)
+
+GROUP = "flashbias_convert.recipes"
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """A place where a bias is added to attention scores.
+
+    Attributes:
+        name: fully qualified module name in `root`; "" for the root itself.
+        module: the attention module.
+        root: the model.
+    """
+
+    name: str
+    module: nn.Module
+    root: nn.Module
+
+    @property
+    def parent(self) -> nn.Module | None:
+        """The module that owns this one, or None for the root."""
+        if not self.name:
+            return None
+        return self.root.get_submodule(self.name.rpartition(".")[0])
+
+
+@dataclass(frozen=True, eq=False)
+class Description:
+    """What a recipe says about one site.
+
+    Attributes:
+        bias: the bias to decompose, shape (*batch, H, N, M), floating point, without masks; None
+            when the site has exact terms only.
+        num_heads: H.
+        n: number of queries per attention call.
+        m: number of keys per attention call.
+        head_dim: D.
+        index: integers (N, M) that look up each cell in a table, if the architecture has them.
+        exact_terms: masks and closed forms; they are never decomposed.
+        warnings: what a user should know about this site, one sentence each.
+    """
+
+    bias: Tensor | None
+    num_heads: int
+    n: int
+    m: int
+    head_dim: int
+    index: Tensor | None = None
+    exact_terms: tuple[Term, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+class UnsupportedSite(Exception):
+    """Raised by `Recipe.describe` for a site of its class that it cannot convert; says why."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What we know of one architecture.
+
+    Attributes:
+        name: unique, like "timm_swinv2".
+        title: one line for tables: model family and library.
+        classes: qualified names of the attention classes that it converts.
+        library: name of the distribution that defines them.
+        tested: version specifier that the recipe was tested with, like ">=1.0.20,<1.1".
+        attention: the class whose `flashbias_forward` replaces the original forward.
+        describe: a site -> its bias and masks; computes them from the module's own code.
+    """
+
+    name: str
+    title: str
+    classes: tuple[str, ...]
+    library: str
+    tested: str
+    attention: type[PatchedAttention]
+    describe: Callable[[Site], Description]
+
+
+def qualified_name(cls: type) -> str:
+    """`module.QualName` of a class."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+@dataclass
+class Registry:
+    """Finds the recipe of a module.
+
+    Recipes given explicitly come before installed ones.
+
+    Args:
+        recipes: additional recipes, for instance from `load_recipe_file`.
+    """
+
+    recipes: Iterable[Recipe] = ()
+    _explicit: dict[str, Recipe] = field(init=False)
+    _installed: dict[str, EntryPoint] = field(init=False)
+    _loaded: dict[str, Recipe | None] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._explicit = {name: r for r in self.recipes for name in r.classes}
+        self._installed = {point.name: point for point in entry_points(group=GROUP)}
+
+    def find(self, module: nn.Module) -> Recipe | None:
+        """The recipe for `module`'s class or its nearest base class, or None."""
+        for cls in type(module).__mro__:
+            name = qualified_name(cls)
+            recipe = self._explicit.get(name) or self._load(name)
+            if recipe is not None:
+                return recipe
+        return None
+
+    def by_name(self, name: str) -> Recipe:
+        """The recipe called `name`; raises UsageError if there is none."""
+        for recipe in self.all():
+            if recipe.name == name:
+                return recipe
+        known = ", ".join(sorted(r.name for r in self.all())) or "none"
+        raise UsageError(f"there is no recipe called {name!r}", f"known recipes: {known}")
+
+    def all(self) -> list[Recipe]:
+        """Every recipe that can be imported, explicit ones first, each once."""
+        loaded = [self._load(name) for name in sorted(self._installed)]
+        candidates = [*self._explicit.values(), *(r for r in loaded if r is not None)]
+        return list({r.name: r for r in reversed(candidates)}.values())[::-1]
+
+    def class_names(self) -> list[str]:
+        """Qualified names of all classes that have a recipe; imports nothing."""
+        return sorted({*self._explicit, *self._installed})
+
+    def _load(self, class_name: str) -> Recipe | None:
+        if class_name not in self._installed:
+            return None
+        if class_name not in self._loaded:
+            try:
+                self._loaded[class_name] = self._installed[class_name].load()
+            except Exception as error:  # one broken plugin must not break the others
+                logger.warning("recipe for %s cannot be imported: %s", class_name, error)
+                self._loaded[class_name] = None
+        return self._loaded[class_name]
+
+
+def load_recipe_file(path: str | Path) -> Recipe:
+    """Import `recipe` from a Python file (the file is executed).
+
+    Raises:
+        UsageError: no such file, or it does not define `recipe`.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UsageError(f"recipe file {path} does not exist")
+    spec = importlib.util.spec_from_file_location(f"flashbias_recipe_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"recipe file {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    recipe = getattr(module, "recipe", None)
+    if not isinstance(recipe, Recipe):
+        raise UsageError(f"recipe file {path} does not define `recipe = Recipe(...)`")
+    return recipe
