@@ -1,1 +1,34 @@
+"""From a bias to terms, and what was lost on the way.
 
+Pure tensor maths: nothing here knows a module, a kernel or an architecture.
+"""
+
+from .choose import decompose
+from .codes import check_index
+from .costs import SHORTEST_N, rank_bucket, relative_cost
+from .decision import Decomposition, HeadDecision
+from .exact import dense_term, is_row_constant, regions, relative_table
+from .loss import Loss, measure, row_center
+from .svd import cumulative_energy, rank_for_energy, spectrum, split_columns, svd_factors
+
+__all__ = [
+    "SHORTEST_N",
+    "Decomposition",
+    "HeadDecision",
+    "Loss",
+    "check_index",
+    "cumulative_energy",
+    "decompose",
+    "dense_term",
+    "is_row_constant",
+    "measure",
+    "rank_bucket",
+    "rank_for_energy",
+    "regions",
+    "relative_cost",
+    "relative_table",
+    "row_center",
+    "spectrum",
+    "split_columns",
+    "svd_factors",
+]

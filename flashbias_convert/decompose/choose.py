@@ -1,0 +1,163 @@
+"""Which term carries each head's bias: by what it loses and what it costs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from ..errors import UsageError
+from ..options import DecomposeOptions
+from ..terms import ScoreBias, Term
+from .candidates import (
+    NO_TERM,
+    Candidate,
+    Tables,
+    Truncation,
+    exact_candidates,
+    find_tables,
+    select,
+    truncate,
+)
+from .costs import SHORTEST_N
+from .decision import Decomposition
+from .exact import dense_term, is_row_constant
+from .svd import check_bias, check_size
+
+
+@torch.no_grad()
+def decompose(
+    bias: Tensor,
+    options: DecomposeOptions,
+    *,
+    name: str = "",
+    index: Tensor | None = None,
+    visible: Tensor | None = None,
+) -> Decomposition:
+    """Turn a bias into terms.
+
+    Method "svd" truncates every head at the rank for `options.energy` (FlashBias, section 3.2);
+    "exact" keeps every bit: a relative table where one is recognised, else the dense bias; "auto"
+    takes, per head, the cheapest candidate (`costs.relative_cost`) that keeps the energy and stays
+    within `options.max_attention_error`, and sets `left_alone` for a site with fewer than
+    `costs.SHORTEST_N` queries and keys. A truncation that fails either criterion is replaced by an
+    exact term, with "svd" too. Energy 1.0 allows exact terms only. A head that is constant along
+    its rows needs no term, whatever the method.
+
+    Args:
+        bias: floating point, shape (H, N, M) or (*batch, H, N, M), without masks. One decision
+            per head holds for the whole batch: the worst entry decides.
+        options: how; `target` does not matter until costs are measured per card.
+        name: the site, for messages.
+        index: integers, shape (N, M), the model's relative position index, if it has one.
+        visible: bool, shape (N, M), True where a query attends to a key (causal attention).
+
+    Returns:
+        Terms, with masks left out, and a decision per head. A site that is left alone still gets
+        its exact terms, so that nothing is lost if they are used.
+
+    Raises:
+        UsageError: method "neural", or `visible` of another shape or dtype.
+        DecompositionError: NaN or infinity, an index that is garbage, or (method "svd") a matrix
+            that is too large or whose SVD never converges.
+    """
+    _check(bias, options, name, visible)
+    bias = bias.detach()
+    num_heads = bias.shape[-3]
+    constant = is_row_constant(bias, visible).reshape(-1, num_heads).all(0).tolist()
+    heads = [h for h in range(num_heads) if not constant[h]]
+    left_alone = _left_alone(bias, options)
+    truncated = None if left_alone else truncate(bias, heads, options, name, visible)
+    low_rank = truncated.candidates(*bias.shape[-2:]) if truncated else {}
+    needs_exact = [h for h in heads if not _takes_truncation(low_rank.get(h), options)]
+    tables = find_tables(bias, needs_exact, index, name)
+
+    picked = dict.fromkeys(range(num_heads), (NO_TERM, NO_TERM.why))
+    for head in heads:
+        exact = exact_candidates(bias, head, tables)
+        picked[head] = _pick(exact, low_rank.get(head), options)
+    terms = _terms(bias, {h: c.term for h, (c, _) in picked.items()}, tables, truncated)
+    decisions = tuple(c.decision(h, reason) for h, (c, reason) in picked.items())
+    return Decomposition(ScoreBias(terms, num_heads), decisions, left_alone)
+
+
+def _check(bias: Tensor, options: DecomposeOptions, name: str, visible: Tensor | None) -> None:
+    if options.method == "neural":
+        raise UsageError(
+            'method "neural" does not exist for a static bias yet',
+            'there are "auto", "exact" and "svd"',
+        )
+    check_bias(bias, name)
+    if options.method == "svd" and options.energy < 1.0:
+        check_size(bias, name)
+    if visible is not None and (visible.dtype != torch.bool or visible.shape != bias.shape[-2:]):
+        raise UsageError(
+            f"visible must be bool of shape {tuple(bias.shape[-2:])}, "
+            f"got {visible.dtype} of shape {tuple(visible.shape)}"
+        )
+
+
+def _left_alone(bias: Tensor, options: DecomposeOptions) -> str | None:
+    n, m = bias.shape[-2:]
+    if options.method != "auto" or options.force_all or max(n, m) >= SHORTEST_N:
+        return None
+    return f"{n} queries and {m} keys: attention over fewer than {SHORTEST_N} does not get faster"
+
+
+# -- picking -------------------------------------------------------------------------------
+
+
+def _takes_truncation(low_rank: Candidate | None, options: DecomposeOptions) -> bool:
+    """Whether a head is settled without looking for exact terms: "svd" takes what holds."""
+    return options.method == "svd" and low_rank is not None and not low_rank.miss(options)
+
+
+def _pick(
+    exact: list[Candidate], low_rank: Candidate | None, options: DecomposeOptions
+) -> tuple[Candidate, str]:
+    """The candidate for one head, and why.
+
+    Args:
+        exact: in order of preference.
+        low_rank: the truncation, if there is one.
+        options: method and criteria.
+    """
+    if low_rank is not None and _takes_truncation(low_rank, options):
+        return low_rank, low_rank.why
+    miss = low_rank.miss(options) if low_rank is not None else ""
+    if options.method != "auto":
+        return exact[0], f"{exact[0].why}; {miss}" if miss else exact[0].why
+    candidates = exact if miss or low_rank is None else [*exact, low_rank]
+    best = min(candidates, key=lambda c: c.cost)  # the first of equals: an exact one
+    parts = [f"{best.why}, cost {best.cost:g}"]
+    parts += [f"{c.label()} costs {c.cost:g}" for c in candidates if c is not best]
+    return best, "; ".join([*parts, miss] if miss else parts)
+
+
+# -- terms ---------------------------------------------------------------------------------
+
+
+def _terms(
+    bias: Tensor, kinds: dict[int, str], tables: Tables, truncated: Truncation | None
+) -> tuple[Term, ...]:
+    """One term per kind, and per set of codes, for the heads that took it."""
+
+    def of(kind: str) -> list[int]:
+        return [h for h, taken in kinds.items() if taken == kind]
+
+    def named(heads: list[int]) -> tuple[int, ...] | None:
+        return None if len(heads) == len(kinds) else tuple(heads)
+
+    terms: list[Term] = []
+    if truncated is not None and of("low_rank"):
+        factors = truncated.for_heads(of("low_rank"))
+        terms.append(dataclasses.replace(factors, heads=named(of("low_rank"))))
+    for members, table in tables:
+        heads = [h for h in of("relative_table") if h in members]
+        chosen = table.select_heads([members.index(h) for h in heads]) if heads else None
+        if chosen is not None:
+            terms.append(dataclasses.replace(chosen, heads=named(heads)))
+    if of("dense"):
+        terms.append(dense_term(select(bias, of("dense")), named(of("dense"))))
+    return tuple(terms)

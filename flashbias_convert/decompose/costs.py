@@ -1,0 +1,56 @@
+"""What a term costs per score: a fixed rule that stands in until measured costs exist.
+
+All numbers of the choice live here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+#: Shorter sites do not get faster: method "auto" leaves them alone.
+SHORTEST_N = 32
+
+#: Ranks are padded to a power of two, at least this one, the shortest product a tensor core does.
+SMALLEST_BUCKET = 16
+
+#: Cost of a low-rank term per bucket of 16 columns.
+LOW_RANK_PER_16 = 1.0
+#: Cost of one table look-up.
+RELATIVE_TABLE = 3.0
+#: Cost of a dense bias that stays in the cache, and of one that does not.
+DENSE_CACHED, DENSE_STREAMED = 2.0, 6.0
+#: Largest dense bias of one head, in bytes of half precision, that stays in the cache: N = 1024.
+CACHED_BYTES = 2 * 1024 * 1024
+
+
+def rank_bucket(rank: int) -> int:
+    """The padded rank that a kernel works with: 16, 32, 64, 128, ...; 0 for rank 0."""
+    if rank == 0:
+        return 0
+    return max(SMALLEST_BUCKET, 1 << (rank - 1).bit_length())
+
+
+def relative_cost(kind: str, n: int, m: int, rank: int = 0) -> float:
+    """Cost per score of adding a term to an attention over n queries and m keys.
+
+    The rule, verbatim: nothing costs 0; a low-rank term 1 for every 16 columns of its padded rank
+    (16, 32, 64, 128, ...); a relative table 3; a dense bias 2 while the n x m matrix of one head
+    takes at most 2 MiB in half precision (n = m = 1024), else 6. Of two terms of equal cost the
+    exact one is taken.
+
+    Args:
+        kind: "none", or the kind of a term.
+        n: number of queries.
+        m: number of keys.
+        rank: of a low-rank term.
+
+    Raises:
+        ValueError: a kind without a cost.
+    """
+    if kind == "none":
+        return 0.0
+    if kind == "low_rank":
+        return LOW_RANK_PER_16 * rank_bucket(rank) / 16
+    if kind == "relative_table":
+        return RELATIVE_TABLE
+    if kind == "dense":
+        return DENSE_CACHED if 2 * n * m <= CACHED_BYTES else DENSE_STREAMED
+    raise ValueError(f"no cost is known for a term of kind {kind!r}")
