@@ -70,12 +70,32 @@ class Term:
 
         Returns:
             Tensor of shape (*batch, H or 1, n, m), where H counts this term's own heads.
+
+        Raises:
+            ValueError: the term's tensors are for other sizes.
         """
         start = m - n if query_start is None else query_start
+        self.check_sizes(n, m)
         out = self.dense_term(n, m, start, dtype)
         if self.row_scale is not None:
             out = out * self.row_scale.to(dtype)[..., None]
         return out
+
+    def sizes(self) -> list[tuple[str, int, str]]:
+        """Sizes that this term fixes: (tensor name, size, "queries" or "keys")."""
+        return []
+
+    def check_sizes(self, n: int, m: int) -> None:
+        """Raise ValueError unless this term fits n queries and m keys. Reads shapes only."""
+        sizes = self.sizes()
+        if self.row_scale is not None and self.row_scale.shape[-1] != 1:
+            sizes.append(("row_scale", int(self.row_scale.shape[-1]), "queries"))
+        expected = {"queries": n, "keys": m}
+        for name, size, axis in sizes:
+            require(
+                size == expected[axis],
+                f"{self.kind}: {name} is for {size} {axis}, the call has {expected[axis]}",
+            )
 
     def batch_shape(self) -> tuple[int, ...]:
         """Broadcast shape of the leading dimensions of all tensors of this term."""
@@ -109,12 +129,14 @@ class Term:
     @classmethod
     def from_state(cls, static: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
         """Build a term from `static()` and `tensors()`."""
-        plain = {k: tuple(v) if isinstance(v, list) else v for k, v in static.items()}
-        return cls(**plain, **tensors)
+        values: dict[str, Any] = dict(tensors)
+        values |= {k: tuple(v) if isinstance(v, list) else v for k, v in static.items()}
+        return cls(**values)
 
     def map_tensors(self, fn: Callable[[str, Tensor], Tensor]) -> Self:
         """A copy whose tensors are ``fn(field name, tensor)``."""
-        return dataclasses.replace(self, **{k: fn(k, v) for k, v in self.tensors().items()})
+        mapped: dict[str, Any] = {k: fn(k, v) for k, v in self.tensors().items()}
+        return dataclasses.replace(self, **mapped)
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Self:
         """A copy on `device`; `dtype` reaches only tensors that may be rounded."""
@@ -145,7 +167,9 @@ class Term:
             where = torch.as_tensor(list(index), device=tensor.device)
             return tensor.index_select(tensor.dim() + dims[name], where)
 
-        picked = {name: pick(name, tensor) for name, tensor in self.tensors().items()}
+        picked: dict[str, Any] = {
+            name: pick(name, tensor) for name, tensor in self.tensors().items()
+        }
         return dataclasses.replace(self, **picked, **self._select_static(index))
 
     def _select_static(self, index: Sequence[int]) -> dict[str, Any]:

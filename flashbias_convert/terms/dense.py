@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .base import Term, castable_tensor, require, require_shape
+from .base import Term, castable_tensor, require_shape
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -27,12 +27,11 @@ class Dense(Term):
     def __post_init__(self) -> None:
         require_shape("bias", self.bias, 3, "(*batch, H, N, M)")
 
+    def sizes(self) -> list[tuple[str, int, str]]:
+        n, m = self.bias.shape[-2:]
+        return [("bias", int(n), "queries"), ("bias", int(m), "keys")]
+
     def dense_term(self, n: int, m: int, query_start: int, dtype: torch.dtype) -> Tensor:
-        require(
-            tuple(self.bias.shape[-2:]) == (n, m),
-            f"the dense bias is for {self.bias.shape[-2]} queries and {self.bias.shape[-1]} keys, "
-            f"asked for {n} and {m}",
-        )
         return self.bias.to(dtype)
 
     def batch_shape(self) -> tuple[int, ...]:

@@ -27,6 +27,9 @@ class KeyBias(Term):
     def __post_init__(self) -> None:
         require_shape("values", self.values, 2, "(*batch, H, M)")
 
+    def sizes(self) -> list[tuple[str, int, str]]:
+        return [("values", int(self.values.shape[-1]), "keys")]
+
     def dense_term(self, n: int, m: int, query_start: int, dtype: torch.dtype) -> Tensor:
         return self.values.to(dtype)[..., None, :].expand(*self.values.shape[:-1], n, m)
 

@@ -57,12 +57,13 @@ class LowRank(Term):
         """The rank of each of this term's own heads."""
         return self.ranks or (self.max_rank,) * self.num_own_heads()
 
+    def sizes(self) -> list[tuple[str, int, str]]:
+        return [
+            ("phi_q", int(self.phi_q.shape[-2]), "queries"),
+            ("phi_k", int(self.phi_k.shape[-2]), "keys"),
+        ]
+
     def dense_term(self, n: int, m: int, query_start: int, dtype: torch.dtype) -> Tensor:
-        require(
-            self.phi_q.shape[-2] == n and self.phi_k.shape[-2] == m,
-            f"low_rank factors are for {self.phi_q.shape[-2]} queries and "
-            f"{self.phi_k.shape[-2]} keys, asked for {n} and {m}",
-        )
         return self.phi_q.to(dtype) @ self.phi_k.to(dtype).transpose(-1, -2)
 
     def batch_shape(self) -> tuple[int, ...]:

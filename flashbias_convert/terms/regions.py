@@ -37,6 +37,13 @@ class Regions(Term):
             require_shape("key_ids", self.key_ids, 1, "(*batch, M)")
             require_integer("key_ids", self.key_ids)
 
+    def sizes(self) -> list[tuple[str, int, str]]:
+        keys = self.ids if self.key_ids is None else self.key_ids
+        return [
+            ("ids", int(self.ids.shape[-1]), "queries"),
+            ("key_ids", int(keys.shape[-1]), "keys"),
+        ]
+
     def dense_term(self, n: int, m: int, query_start: int, dtype: torch.dtype) -> Tensor:
         key_ids = self.ids if self.key_ids is None else self.key_ids
         differ = self.ids[..., :, None] != key_ids[..., None, :]

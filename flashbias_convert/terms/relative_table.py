@@ -49,12 +49,10 @@ class RelativeTable(Term):
             f"relative codes reach from {low} to {high}, but the table has {size} entries",
         )
 
+    def sizes(self) -> list[tuple[str, int, str]]:
+        return [("u", len(self.u), "queries"), ("v", len(self.v), "keys")]
+
     def dense_term(self, n: int, m: int, query_start: int, dtype: torch.dtype) -> Tensor:
-        require(
-            len(self.u) == n and len(self.v) == m,
-            f"relative codes are for {len(self.u)} queries and {len(self.v)} keys, "
-            f"asked for {n} and {m}",
-        )
         index = self.u.long()[:, None] + self.v.long()[None, :]
         return self.table.to(dtype)[..., index]
 

@@ -1,0 +1,148 @@
+"""The checked arguments of one attention call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..terms import ScoreBias
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionArguments:
+    """Everything but q, k, v and the bias.
+
+    Attributes:
+        scale: multiplies q . k: a number, or a tensor with one entry per query head (H,).
+        causal: query i may attend to keys up to position query_start + i.
+        query_start: position of the first query among the keys, an int or a tensor over batch.
+        key_mask: boolean (*batch, M), True = attend.
+        cosine: normalise the rows of q and k first.
+    """
+
+    scale: float | Tensor
+    causal: bool
+    query_start: int | Tensor
+    key_mask: Tensor | None
+    cosine: bool
+
+    def scale_for_heads(self, q: Tensor, dtype: torch.dtype) -> float | Tensor:
+        """The scale in a shape that multiplies scores (*batch, H, N, M)."""
+        if isinstance(self.scale, Tensor):
+            return self.scale.to(device=q.device, dtype=dtype)[:, None, None]
+        return self.scale
+
+
+def check_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: ScoreBias | None,
+    *,
+    scale: float | Tensor | None,
+    causal: bool,
+    query_start: int | Tensor | None,
+    key_mask: Tensor | None,
+    cosine: bool,
+) -> AttentionArguments:
+    """Check a call and fill in its defaults. Reads shapes and dtypes only, never values.
+
+    Raises:
+        ValueError: shapes that do not fit; the message names the arguments.
+        TypeError: dtypes that do not fit.
+    """
+    _check_qkv(q, k, v)
+    heads, n, m = q.shape[-3], q.shape[-2], k.shape[-2]
+    batch = tuple(q.shape[:-3])
+    if scale is None:
+        scale = 1.0 if cosine else q.shape[-1] ** -0.5
+    if isinstance(scale, Tensor):
+        scale = _check_scale(scale, heads)
+    if key_mask is not None:
+        _check_key_mask(key_mask, batch, m)
+    if query_start is None:
+        query_start = m - n
+    elif isinstance(query_start, Tensor):
+        _check_query_start(query_start, batch)
+    if bias is not None:
+        _check_bias(bias, batch, heads, n, m)
+    return AttentionArguments(scale, causal, query_start, key_mask, cosine)
+
+
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() < 3:
+            raise ValueError(f"{name} must have shape (*batch, H, N, D), got {tuple(x.shape)}")
+        if x.dtype not in FLOATS:
+            raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise TypeError(
+                f"q, k and v must share dtype and device, got q {q.dtype} on {q.device} "
+                f"and {name} {x.dtype} on {x.device}"
+            )
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.shape[:-3] != k.shape[:-3] or k.shape[:-3] != v.shape[:-3]:
+        raise ValueError(f"q, k and v must have the same batch dimensions, got {shapes}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q and k must have the same head size, got {shapes}")
+    if k.shape[-2] != v.shape[-2]:
+        raise ValueError(f"k and v must have the same number of keys, got {shapes}")
+    if k.shape[-3] != v.shape[-3] or k.shape[-3] == 0 or q.shape[-3] % k.shape[-3]:
+        raise ValueError(
+            f"k and v need the same number of heads, one that divides the heads of q, got {shapes}"
+        )
+    if k.shape[-2] == 0:
+        raise ValueError(f"there must be at least one key, got {shapes}")
+
+
+def _check_scale(scale: Tensor, heads: int) -> Tensor:
+    if scale.numel() == heads and scale.squeeze().dim() <= 1:
+        return scale.reshape(heads)
+    raise ValueError(
+        f"scale must be a number or a tensor with one entry for each of the {heads} heads, "
+        f"got shape {tuple(scale.shape)}"
+    )
+
+
+def _check_key_mask(mask: Tensor, batch: tuple[int, ...], m: int) -> None:
+    if mask.dtype != torch.bool:
+        raise TypeError(f"key_mask must be boolean (True = attend), got {mask.dtype}")
+    if mask.dim() == 0 or mask.shape[-1] != m or not _broadcasts(tuple(mask.shape[:-1]), batch):
+        raise ValueError(
+            f"key_mask must have shape (*batch, M) = {(*batch, m)} or broadcast to it, "
+            f"got {tuple(mask.shape)}"
+        )
+
+
+def _check_query_start(start: Tensor, batch: tuple[int, ...]) -> None:
+    if start.is_floating_point() or not _broadcasts(tuple(start.shape), batch):
+        raise ValueError(
+            f"query_start must be an integer, or integers that broadcast to the batch {batch}, "
+            f"got {start.dtype} of shape {tuple(start.shape)}"
+        )
+
+
+def _check_bias(bias: ScoreBias, batch: tuple[int, ...], heads: int, n: int, m: int) -> None:
+    if bias.num_heads != heads:
+        raise ValueError(f"the bias is for {bias.num_heads} heads, q has {heads}")
+    for term in bias.terms:
+        if not _broadcasts(term.batch_shape(), batch):
+            raise ValueError(
+                f"{term.kind}: batch dimensions {term.batch_shape()} do not broadcast to those "
+                f"of q, {batch}"
+            )
+        term.check_sizes(n, m)
+
+
+def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Whether `shape` expands to `target` exactly, right-aligned."""
+    if len(shape) > len(target):
+        return all(s == 1 for s in shape[: len(shape) - len(target)]) and _broadcasts(
+            shape[len(shape) - len(target) :], target
+        )
+    aligned = target[len(target) - len(shape) :]
+    return all(s in (1, t) for s, t in zip(shape, aligned, strict=True))

@@ -1,0 +1,74 @@
+"""Which backend runs a call, and why not a faster one."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+from functools import cache
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ..terms import ScoreBias
+
+Backend = Literal["auto", "triton", "sdpa", "eager"]
+BACKENDS: tuple[str, ...] = get_args(Backend)
+
+#: Largest head size of the kernel.
+MAX_HEAD_SIZE = 256
+#: Oldest card with bf16 tensor cores.
+MIN_CAPABILITY = (8, 0)
+
+
+class BackendFallbackWarning(UserWarning):
+    """A slower backend runs because the fast one cannot."""
+
+
+@cache
+def device_problem(device: torch.device) -> str | None:
+    """Why the Triton kernel cannot run on `device`, or None if it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if device.type == "cpu":
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        return None if interpreted else "the tensors are on the CPU"
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"device type {device.type} is not supported"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        return f"{name} has compute capability {capability[0]}.{capability[1]}, 8.0 is needed"
+    return None
+
+
+def call_problem(q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias | None) -> str | None:
+    """Why the Triton kernel cannot run this call, or None if it can. Reads no values."""
+    if q.dtype == torch.float64:
+        return "there is no fp64 kernel"
+    if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_SIZE:
+        return f"head sizes above {MAX_HEAD_SIZE} are not supported"
+    asks = any(t.requires_grad for t in (q, k, v)) or (bias is not None and bias.requires_grad)
+    if torch.is_grad_enabled() and asks:
+        return "gradients are asked for, and the kernel has no backward pass"
+    if bias is None:
+        return None
+    from .packing import unsupported
+
+    return unsupported(bias, half=q.dtype != torch.float32)
+
+
+def warn_once(reason: str) -> None:
+    """Say once per process why a slower backend runs."""
+    if not torch.compiler.is_compiling():
+        _warn(reason)
+
+
+@cache
+def _warn(reason: str) -> None:
+    warnings.warn(
+        f"flashbias_convert falls back to torch's attention: {reason}",
+        BackendFallbackWarning,
+        stacklevel=4,
+    )

@@ -1,0 +1,124 @@
+"""The public function: attention with a score bias."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedTermError, UsageError
+from ..terms import ScoreBias
+from .arguments import AttentionArguments, check_arguments
+from .backends import BACKENDS, call_problem, device_problem, warn_once
+from .eager import eager_attention
+from .positions import place_queries
+from .prepared import PreparedBias
+from .sdpa import sdpa_attention
+
+
+def flashbias_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: ScoreBias | PreparedBias | None = None,
+    *,
+    scale: float | Tensor | None = None,
+    causal: bool = False,
+    query_start: int | Tensor | None = None,
+    key_mask: Tensor | None = None,
+    cosine: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """softmax(scale * q k^T + bias) v, the bias being a sum of terms (FlashBias, section 3).
+
+    Scores, softmax and accumulation are fp32 (fp64 for fp64 inputs). A row in which every key is
+    masked gives zeros.
+
+    Args:
+        q: shape (*batch, H, N, D); fp16, bf16, fp32 or fp64; any strides.
+        k: shape (*batch, Hkv, M, D), where Hkv divides H (grouped-query heads).
+        v: shape (*batch, Hkv, M, Dv).
+        bias: terms for H heads. Their batch dimensions broadcast, right-aligned, to those of q.
+            A `PreparedBias` keeps what the kernel needs between calls.
+        scale: multiplies q k^T, but not the bias: a number (0 is a number), or a tensor with one
+            entry per head. Default D ** -0.5, or 1 with `cosine`.
+        causal: query i attends to keys 0 ... query_start + i.
+        query_start: position of the first query among the keys, for causal masks and ALiBi: an
+            int, or integers of shape (*batch). Default M - N.
+        key_mask: boolean, shape (*batch, M) or broadcastable; True = attend.
+        cosine: normalise the rows of q and k in fp32 first (SwinV2).
+        backend: "triton" (the kernel), "sdpa" (factors concatenated on torch's attention,
+            differentiable), "eager" (the reference), or "auto": the kernel where it can run,
+            else sdpa with a warning once per reason.
+
+    Returns:
+        Tensor of shape (*batch, H, N, Dv) in the dtype of q.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit; the message names them.
+        UsageError: an unknown backend.
+        UnsupportedTermError: `backend="triton"` was asked for something that it cannot do.
+    """
+    if backend not in BACKENDS:
+        raise UsageError(f"backend must be one of {BACKENDS}, got {backend!r}")
+    terms = bias.bias if isinstance(bias, PreparedBias) else bias
+    args = check_arguments(
+        q,
+        k,
+        v,
+        terms,
+        scale=scale,
+        causal=causal,
+        query_start=query_start,
+        key_mask=key_mask,
+        cosine=cosine,
+    )
+    if backend == "eager" or (backend == "auto" and q.dtype == torch.float64):
+        return eager_attention(q, k, v, terms, args)
+    if backend == "sdpa":
+        return sdpa_attention(q, k, v, terms, args)
+    problem = device_problem(q.device) or call_problem(q, k, v, terms)
+    if problem is None:
+        return triton_attention(q, k, v, bias, args)
+    if backend == "triton":
+        raise UnsupportedTermError(
+            f"the triton backend cannot run this call: {problem}", "use backend='auto'"
+        )
+    warn_once(problem)
+    return sdpa_attention(q, k, v, terms, args)
+
+
+def triton_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: ScoreBias | PreparedBias | None,
+    args: AttentionArguments,
+) -> Tensor:
+    """Attention by the Triton kernel, whose limits have been checked."""
+    from .packing import pack
+    from .registration import attention_op
+
+    start = args.query_start
+    if isinstance(bias, PreparedBias) and not isinstance(start, Tensor):
+        packed = bias.packed(q.dtype)
+    else:
+        terms = bias.bias if isinstance(bias, PreparedBias) else bias
+        terms = None if terms is None else place_queries(terms, q.shape[-2], start)
+        packed = pack(terms, half=q.dtype != torch.float32)
+    scale, head_scale = args.scale, None
+    if isinstance(scale, Tensor):
+        scale, head_scale = 1.0, scale.to(q.device, torch.float32).contiguous()
+    return attention_op(
+        q,
+        k,
+        v,
+        packed.tensors,
+        packed.spec,
+        float(scale),
+        head_scale,
+        None if args.key_mask is None else args.key_mask.view(torch.uint8),
+        0 if isinstance(start, Tensor) else start,
+        start.to(q.device, torch.int32) if isinstance(start, Tensor) else None,
+        args.causal,
+        args.cosine,
+    )

@@ -1,0 +1,261 @@
+"""From a bias to what the Triton kernel reads.
+
+Heads that need the same kinds of terms, and low-rank terms of a like size, form a group; the
+kernel runs once per group, on those heads alone. Everything that decides how a kernel is compiled
+is in a `GroupSpec`; it never depends on the value of a tensor, so packing does not synchronise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedTermError
+from ..terms import Alibi, Dense, KeyBias, LowRank, Regions, RelativeTable, ScoreBias, Term
+from .factors import balance, effective_factors, high_low
+
+#: Numbers of factor columns that kernels are compiled for.
+COLUMN_BUCKETS = (16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """How the kernel treats one group of heads.
+
+    Attributes:
+        heads: the query heads of the group; None means all.
+        columns: padded number of factor columns, 0 without factors.
+        split: how many leading factor columns come as high and low parts.
+        symmetric: ALiBi by absolute distance.
+        region_value: what a pair of different regions adds.
+        tensors: names of the tensors that follow, in order.
+    """
+
+    heads: tuple[int, ...] | None
+    columns: int = 0
+    split: int = 0
+    symmetric: bool = False
+    region_value: float = 0.0
+    tensors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class PackedBias:
+    """Flat tensors, and a string that says what they are.
+
+    Attributes:
+        spec: JSON list of `GroupSpec` fields.
+        tensors: the tensors of all groups, in order.
+    """
+
+    spec: str
+    tensors: list[Tensor]
+
+
+@lru_cache(maxsize=4096)
+def parse_spec(spec: str) -> tuple[GroupSpec, ...]:
+    """The groups that a `PackedBias.spec` describes."""
+
+    def revive(entry: dict[str, object]) -> GroupSpec:
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
+        return GroupSpec(**values)  # type: ignore[arg-type]
+
+    return tuple(revive(entry) for entry in json.loads(spec))
+
+
+def pack(bias: ScoreBias | None, *, half: bool) -> PackedBias:
+    """Prepare a bias for the Triton kernel.
+
+    Args:
+        bias: the terms, or None.
+        half: factors in fp16 next to fp16 or bf16 scores; else in fp32.
+
+    Raises:
+        UnsupportedTermError: a sum that the kernel cannot add; see `unsupported`.
+    """
+    if bias is None or not bias.terms:
+        return PackedBias(json.dumps([dataclasses.asdict(GroupSpec(None))]), [])
+    reason = unsupported(bias, half=half)
+    if reason:
+        raise UnsupportedTermError(f"the triton backend cannot add this bias: {reason}")
+    specs, flat = [], []
+    for heads in head_groups(bias, half=half):
+        spec, tensors = _pack_group(bias, heads, half)
+        specs.append(dataclasses.asdict(spec))
+        flat += tensors
+    return PackedBias(json.dumps(specs), flat)
+
+
+def unsupported(bias: ScoreBias, *, half: bool) -> str | None:
+    """Why the kernel cannot add this bias, or None if it can. Reads shapes only."""
+    known = (Alibi, Dense, KeyBias, LowRank, Regions, RelativeTable)
+    for term in bias.terms:
+        if not isinstance(term, known):
+            return f"there is no kernel for {term.kind} terms"
+    for head in range(bias.num_heads):
+        own = [t for t in bias.terms if _touches(t, head)]
+        kinds = [t.kind for t in own if not isinstance(t, LowRank)]
+        double = sorted({k for k in kinds if kinds.count(k) > 1})
+        if double:
+            return f"head {head} has more than one {double[0]} term"
+        columns = _head_columns(own, head, half)
+        if columns > COLUMN_BUCKETS[-1]:
+            return f"head {head} needs {columns} factor columns, more than {COLUMN_BUCKETS[-1]}"
+    return None
+
+
+def head_groups(bias: ScoreBias, *, half: bool) -> list[tuple[int, ...]]:
+    """Heads with like terms, in order of their first head."""
+    groups: dict[object, list[int]] = {}
+    for head in range(bias.num_heads):
+        groups.setdefault(_signature(bias, head, half), []).append(head)
+    return [tuple(heads) for heads in groups.values()]
+
+
+def bucket(columns: int) -> int:
+    """The smallest compiled number of columns that holds `columns`; 0 for none."""
+    if columns == 0:
+        return 0
+    return next(b for b in COLUMN_BUCKETS if b >= columns)
+
+
+def _touches(term: Term, head: int) -> bool:
+    return term.heads is None or head in term.heads
+
+
+def _splits(term: LowRank, half: bool) -> int:
+    if not half:
+        return 0
+    return term.max_rank if term.split is None else min(term.split, term.max_rank)
+
+
+def _columns_of(term: LowRank, half: bool, rank: int) -> int:
+    return rank + 2 * min(_splits(term, half), rank)
+
+
+def _head_columns(terms: Sequence[Term], head: int, half: bool) -> int:
+    thin = [t for t in terms if isinstance(t, LowRank)]
+    return sum(_columns_of(t, half, _rank_of(t, head)) for t in thin)
+
+
+def _rank_of(term: LowRank, head: int) -> int:
+    ranks = term.head_ranks()
+    if len(ranks) == 1:
+        return ranks[0]
+    return ranks[head if term.heads is None else term.heads.index(head)]
+
+
+def _signature(bias: ScoreBias, head: int, half: bool) -> tuple[object, ...]:
+    """What must be equal for two heads to run in one launch."""
+    own = [i for i, term in enumerate(bias.terms) if _touches(term, head)]
+    columns = _head_columns([bias.terms[i] for i in own], head, half)
+    return (bucket(columns), tuple(own))
+
+
+def _pack_group(
+    bias: ScoreBias, heads: tuple[int, ...], half: bool
+) -> tuple[GroupSpec, list[Tensor]]:
+    every = heads == tuple(range(bias.num_heads))
+    chosen = (
+        bias if every and all(t.heads is None for t in bias.terms) else bias.select_heads(heads)
+    )
+    tensors: dict[str, Tensor] = {}
+    spec = GroupSpec(None if every else heads)
+    if not every:
+        # an index on the device, made here because a copy per call would synchronise
+        tensors["heads"] = torch.tensor(heads, dtype=torch.int32, device=bias.device)
+    thin = [t for t in chosen.terms if isinstance(t, LowRank) and max(t.head_ranks()) > 0]
+    if thin:
+        columns, split, tensors["phi_q"], tensors["phi_k"] = _pack_factors(thin, half)
+        spec = dataclasses.replace(spec, columns=columns, split=split)
+    for term in chosen.terms:
+        if isinstance(term, LowRank):
+            continue
+        tensors |= _pack_term(term)
+        if isinstance(term, Regions):
+            spec = dataclasses.replace(spec, region_value=float(term.value))
+        if isinstance(term, Alibi):
+            spec = dataclasses.replace(spec, symmetric=term.symmetric)
+    return dataclasses.replace(spec, tensors=tuple(tensors)), list(tensors.values())
+
+
+def _pack_factors(terms: Sequence[LowRank], half: bool) -> tuple[int, int, Tensor, Tensor]:
+    """Columns, split columns, phi_q and phi_k of a group.
+
+    phi_q stays fp32 (*batch, H, N, C): the kernel divides it by the scale of q k before it rounds.
+    phi_k has the dtype of the product. In both, the first 3 * split columns are triples: q has
+    the same column three times (the kernel takes high, high and low parts), k has high, low, high.
+    """
+    dtype = torch.float16 if half else torch.float32
+    split_q, split_k, plain_q, plain_k = [], [], [], []
+    for term in terms:
+        rank = max(term.head_ranks())
+        phi_q, phi_k = effective_factors(term)
+        phi_q, phi_k = balance(phi_q[..., :rank].float(), phi_k[..., :rank].float())
+        count = min(_splits(term, half), rank)
+        high, low = high_low(phi_k[..., :count], dtype)
+        split_q.append(phi_q[..., :count].repeat_interleave(3, -1))
+        split_k.append(torch.stack([high, low, high], -1).flatten(-2))
+        plain_q.append(phi_q[..., count:])
+        plain_k.append(phi_k[..., count:].to(dtype))
+    packed_q, packed_k = _side_by_side(split_q + plain_q), _side_by_side(split_k + plain_k)
+    columns = bucket(packed_q.shape[-1])
+    missing = columns - packed_q.shape[-1]
+    pad = torch.nn.functional.pad
+    split = sum(t.shape[-1] for t in split_q) // 3
+    return (
+        columns,
+        split,
+        pad(packed_q, (0, missing)).contiguous(),
+        pad(packed_k, (0, missing)).contiguous(),
+    )
+
+
+def _side_by_side(parts: list[Tensor]) -> Tensor:
+    """Concatenate columns; leading dimensions broadcast."""
+    filled = [p for p in parts if p.shape[-1]]
+    if len(filled) == 1:
+        return filled[0]
+    lead = torch.broadcast_shapes(*(p.shape[:-1] for p in filled))
+    return torch.cat([p.expand(*lead, p.shape[-1]) for p in filled], -1)
+
+
+def _pack_term(term: Term) -> dict[str, Tensor]:
+    """Named tensors of a term that is added element by element."""
+    tensors = {_KERNEL_NAMES[term.kind, k]: t for k, t in term.tensors().items()}
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            tensors[name] = tensor.to(torch.int32).contiguous()
+        elif tensor.dtype == torch.float64 or name != "dense":
+            tensors[name] = tensor.float()
+    if "table" in tensors:
+        tensors["table"] = tensors["table"].contiguous()
+    if isinstance(term, Regions) and term.key_ids is None:
+        tensors["key_ids"] = tensors["ids"]
+    return tensors
+
+
+#: (kind of term, field) -> name of the kernel's argument
+_KERNEL_NAMES = {
+    ("key_bias", "values"): "key_bias",
+    ("key_bias", "row_scale"): "key_bias_rows",
+    ("alibi", "slopes"): "slopes",
+    ("alibi", "pos_q"): "pos_q",
+    ("alibi", "pos_k"): "pos_k",
+    ("alibi", "row_scale"): "alibi_rows",
+    ("relative_table", "table"): "table",
+    ("relative_table", "u"): "codes_q",
+    ("relative_table", "v"): "codes_k",
+    ("relative_table", "row_scale"): "table_rows",
+    ("regions", "ids"): "ids",
+    ("regions", "key_ids"): "key_ids",
+    ("regions", "row_scale"): "region_rows",
+    ("dense", "bias"): "dense",
+    ("dense", "row_scale"): "dense_rows",
+}

@@ -1,0 +1,165 @@
+"""Attention with factors concatenated to q and k, on torch's fused attention.
+
+softmax(s q k^T + phi_q phi_k^T) v = softmax(s [q, phi_q / s] [k, phi_k]^T) v  (FlashBias, eq. 4).
+Everything else than low rank becomes a dense mask. Differentiable.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..terms import KeyBias, LowRank, ScoreBias, Term
+from .arguments import AttentionArguments
+from .eager import dense_bias, normalize_rows, visible_keys
+from .factors import balance, effective_factors, split_columns
+
+#: Most columns of q and its factors together that torch's fused kernels take.
+MAX_COLUMNS = 256
+
+
+def sdpa_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias | None, args: AttentionArguments
+) -> Tensor:
+    """Attention on `torch.nn.functional.scaled_dot_product_attention`.
+
+    Shapes as in `flashbias_attention`.
+    """
+    groups = q.shape[-3] // k.shape[-3]
+    query, key, scale = _scaled(q, k, args)
+    key, value = _repeat(key, groups), _repeat(v, groups)
+    thin, rest = _split_terms(bias, q)
+    for term in thin:
+        phi_q, phi_k = _columns(term, query, key, scale, q.shape[-3])
+        query, key = torch.cat([query, phi_q], -1), torch.cat([key, phi_k], -1)
+    # torch aligns its causal mask at the top left; only there can it be left to the kernel
+    plain = rest is None and args.key_mask is None
+    is_causal = plain and args.causal and _is_zero(args.query_start)
+    visible = None if is_causal else visible_keys(q, k, args)
+    mask = _mask(q, k, rest, visible, args)
+    out = _fused(query, key, value, mask, is_causal, scale)
+    if visible is None:
+        return out
+    # backends differ on rows in which every key is masked; the promise is zeros
+    return out.masked_fill(~visible.any(-1, keepdim=True), 0.0)
+
+
+def _scaled(q: Tensor, k: Tensor, args: AttentionArguments) -> tuple[Tensor, Tensor, float]:
+    """q and k, and the scale that is left to the kernel."""
+    plain_scale = not isinstance(args.scale, Tensor) and args.scale != 0
+    if plain_scale and not args.cosine:
+        return q, k, float(args.scale)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    query, key = q.to(wide), k.to(wide)
+    if args.cosine:
+        query, key = normalize_rows(query), normalize_rows(key)
+    return (query * args.scale_for_heads(q, wide)).to(q.dtype), key.to(k.dtype), 1.0
+
+
+def _split_terms(bias: ScoreBias | None, q: Tensor) -> tuple[list[Term], ScoreBias | None]:
+    """The terms that become columns, and the bias that becomes a mask."""
+    if bias is None:
+        return [], None
+    thin: list[Term] = []
+    columns = q.shape[-1]
+    for term in bias.terms:
+        width = _width(term, q.dtype)
+        if width and columns + width <= MAX_COLUMNS:
+            thin.append(term)
+            columns += width
+    rest = tuple(t for t in bias.terms if t not in thin)
+    return thin, ScoreBias(rest, bias.num_heads) if rest else None
+
+
+def _width(term: Term, dtype: torch.dtype) -> int:
+    """How many columns a term needs; 0 if it has no columns."""
+    if isinstance(term, KeyBias) and term.row_scale is None:
+        return 1 + 2 * _splits(1, None, dtype)
+    if isinstance(term, LowRank):
+        return term.max_rank + 2 * _splits(term.max_rank, term.split, dtype)
+    return 0
+
+
+def _splits(rank: int, split: int | None, dtype: torch.dtype) -> int:
+    """Columns to split: `split` was chosen for fp16; bf16 is eight times coarser."""
+    if dtype == torch.bfloat16:
+        return rank
+    if dtype == torch.float16:
+        return rank if split is None else min(split, rank)
+    return 0
+
+
+def _columns(
+    term: Term, query: Tensor, key: Tensor, scale: float, heads: int
+) -> tuple[Tensor, Tensor]:
+    """Columns to append to q (*batch, H, N, D) and k (*batch, H, M, D), in their dtype."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    if isinstance(term, LowRank):
+        phi_q, phi_k = effective_factors(term)
+        split = term.split
+    else:
+        assert isinstance(term, KeyBias)
+        phi_k, split = term.values[..., None], None
+        phi_q = torch.ones_like(phi_k[..., :1, :])
+    phi_q, phi_k = balance(phi_q.to(wide) / scale, phi_k.to(wide))
+    splits = _splits(phi_q.shape[-1], split, query.dtype)
+    phi_q, phi_k = split_columns(phi_q, phi_k, splits, query.dtype)
+    return _expand(phi_q, query, term, heads), _expand(phi_k, key, term, heads)
+
+
+def _expand(phi: Tensor, like: Tensor, term: Term, heads: int) -> Tensor:
+    """Columns (*batch, H', N, R) of some heads, as (*batch, H, N, R) of all."""
+    if term.heads is not None:
+        where = torch.tensor(term.heads, device=phi.device)
+        own = phi.expand(*phi.shape[:-3], len(term.heads), *phi.shape[-2:])
+        zeros = phi.new_zeros(*phi.shape[:-3], heads, *phi.shape[-2:])
+        phi = zeros.index_copy(phi.dim() - 3, where, own)
+    return phi.expand(*like.shape[:-1], phi.shape[-1])
+
+
+def _mask(
+    q: Tensor,
+    k: Tensor,
+    rest: ScoreBias | None,
+    visible: Tensor | None,
+    args: AttentionArguments,
+) -> Tensor | None:
+    """A boolean or additive mask in the dtype of q, or None."""
+    if rest is None:
+        return visible
+    wide = torch.promote_types(q.dtype, torch.float32)
+    mask = dense_bias(rest, q.shape[-2], k.shape[-2], args, wide)
+    if visible is not None:
+        mask = mask.masked_fill(~visible, float("-inf"))
+    return mask.to(q.dtype)
+
+
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> Tensor:
+    """SDPA on (batch, H, N, C), padded so that its fused kernels accept the sizes."""
+    batch, dv = q.shape[:-3], v.shape[-1]
+    width = -(-max(q.shape[-1], dv) // 8) * 8
+    padded = [F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v)]
+    query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in padded)
+    mask = _flatten_mask(mask, batch)
+    out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale)
+    return out[..., :dv].reshape(*batch, *out.shape[-3:-1], dv)
+
+
+def _flatten_mask(mask: Tensor | None, batch: tuple[int, ...]) -> Tensor | None:
+    """The mask as (batch or 1, H, N, M); a mask without batch dimensions is not copied."""
+    if mask is None:
+        return None
+    if mask.shape[:-3].numel() != 1:
+        mask = mask.expand(*batch, *mask.shape[-3:])
+    return mask.reshape(-1, *mask.shape[-3:])
+
+
+def _repeat(x: Tensor, groups: int) -> Tensor:
+    return x if groups == 1 else x.repeat_interleave(groups, dim=-3)
+
+
+def _is_zero(start: int | Tensor) -> bool:
+    return not isinstance(start, Tensor) and start == 0

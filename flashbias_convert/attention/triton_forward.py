@@ -1,0 +1,292 @@
+"""The Triton kernel: FlashAttention-2 with every term added to one tile of scores at a time.
+
+Scores, softmax and accumulation are fp32; exponentials are in base 2. Positions stay integers.
+Names: `*_ptr` pointers, `*_strides` tuples (batch 0, 1, 2, then the dimensions of the tensor),
+`offs_*` index vectors, capitals for compile-time sizes.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _at(ptr, strides, b0, b1, b2):
+    """`ptr` moved to one batch entry; 64-bit, since offsets may pass 2**31."""
+    return ptr + b0.to(tl.int64) * strides[0] + b1.to(tl.int64) * strides[1] + b2 * strides[2]
+
+
+@triton.jit
+def _rows(ptr, strides, b0, b1, b2, g, offs_m):
+    """One number per query row of a row scale, shape (BM,)."""
+    return tl.load(_at(ptr, strides, b0, b1, b2) + g * strides[3] + offs_m * strides[4])
+
+
+@triton.jit
+def _tile(ptrs, in_keys, in_columns, RAGGED_KEYS: tl.constexpr, RAGGED_COLUMNS: tl.constexpr):
+    """Load a tile; what lies outside the tensor reads as zero."""
+    if RAGGED_KEYS and RAGGED_COLUMNS:
+        return tl.load(ptrs, mask=in_keys & in_columns, other=0.0)
+    elif RAGGED_KEYS:
+        return tl.load(ptrs, mask=in_keys, other=0.0)
+    elif RAGGED_COLUMNS:
+        return tl.load(ptrs, mask=in_columns, other=0.0)
+    else:
+        return tl.load(ptrs)
+
+
+@triton.jit
+def attention_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr,
+    q_strides, k_strides, v_strides, o_strides,
+    scale, scale_ptr, heads_ptr,
+    key_mask_ptr, key_mask_strides,
+    query_start, starts_ptr, starts_strides,
+    phi_q_ptr, phi_q_strides, phi_k_ptr, phi_k_strides,
+    key_bias_ptr, key_bias_strides, key_bias_rows_ptr, key_bias_rows_strides,
+    slopes_ptr, slopes_strides, alibi_rows_ptr, alibi_rows_strides,
+    pos_q_ptr, pos_q_strides, pos_k_ptr, pos_k_strides,
+    table_ptr, table_strides, table_rows_ptr, table_rows_strides,
+    codes_q_ptr, codes_k_ptr,
+    ids_ptr, ids_strides, key_ids_ptr, key_ids_strides, region_rows_ptr, region_rows_strides,
+    dense_ptr, dense_strides, dense_rows_ptr, dense_rows_strides,
+    region_value, batch_1, batch_2, G, kv_group, N, M,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    COLUMNS: tl.constexpr, SPLIT: tl.constexpr,
+    CAUSAL: tl.constexpr, COSINE: tl.constexpr, SYMMETRIC: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    ELEMENTWISE: tl.constexpr = (
+        key_bias_ptr is not None
+        or slopes_ptr is not None
+        or table_ptr is not None
+        or ids_ptr is not None
+        or dense_ptr is not None
+    )
+    # which tile: query blocks fastest, so that programs side by side share k and v
+    blocks = tl.cdiv(N, BM)
+    pid = tl.program_id(0)
+    pid_m = pid % blocks
+    g = (pid // blocks) % G
+    b = pid // blocks // G
+    b2 = b % batch_2
+    b1 = (b // batch_2) % batch_1
+    b0 = b // batch_2 // batch_1
+    h = g
+    if heads_ptr is not None:
+        h = tl.load(heads_ptr + g)
+    h_kv = h // kv_group
+
+    first = pid_m * BM
+    offs_m = first + tl.arange(0, BM)
+    offs_n = tl.arange(0, BN)
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    in_rows = offs_m < N
+    # vectors over rows are read at a valid row, so that they need no mask
+    safe_m = tl.minimum(offs_m, N - 1).to(tl.int64)
+
+    start = query_start
+    if starts_ptr is not None:
+        start = tl.load(_at(starts_ptr, starts_strides, b0, b1, b2)).to(tl.int32)
+
+    # the scale: its size goes into the exponent, its sign and zero into q
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + h)
+    size = tl.maximum(tl.abs(scale), 0.0009765625)
+    sign = scale / size
+
+    q_ptr = _at(q_ptr, q_strides, b0, b1, b2) + h.to(tl.int64) * q_strides[3]
+    q = tl.load(
+        q_ptr + safe_m[:, None] * q_strides[4] + offs_d[None, :] * q_strides[5],
+        mask=in_rows[:, None] & (offs_d[None, :] < D),
+        other=0.0,
+    )  # (BM, BLOCK_D)
+    if COSINE:
+        wide = q.to(tl.float32)
+        length = tl.sqrt(tl.sum(wide * wide, 1))
+        wide = wide * (sign / tl.maximum(length, 1e-12))[:, None]
+        q = wide.to(q.dtype)
+    else:
+        q = (q * sign).to(q.dtype)
+
+    if COLUMNS > 0:
+        offs_c = tl.arange(0, COLUMNS)
+        phi_q_ptr = _at(phi_q_ptr, phi_q_strides, b0, b1, b2) + g.to(tl.int64) * phi_q_strides[3]
+        wide_q = tl.load(
+            phi_q_ptr + safe_m[:, None] * phi_q_strides[4] + offs_c[None, :],
+            mask=in_rows[:, None],
+            other=0.0,
+        )
+        wide_q = wide_q / size
+        phi_q = wide_q.to(phi_k_ptr.dtype.element_ty)  # (BM, COLUMNS)
+        if SPLIT > 0:
+            # every third of the leading columns carries what rounding has cut off
+            is_low = (offs_c < 3 * SPLIT) & (offs_c % 3 == 2)
+            low = (wide_q - phi_q.to(tl.float32)).to(phi_q.dtype)
+            phi_q = tl.where(is_low[None, :], low, phi_q)
+        phi_k_ptr = _at(phi_k_ptr, phi_k_strides, b0, b1, b2) + g.to(tl.int64) * phi_k_strides[3]
+
+    # what the elementwise terms need of the rows
+    if key_bias_ptr is not None:
+        key_bias_ptr = _at(key_bias_ptr, key_bias_strides, b0, b1, b2) + g * key_bias_strides[3]
+        if key_bias_rows_ptr is not None:
+            key_bias_row = _rows(key_bias_rows_ptr, key_bias_rows_strides, b0, b1, b2, g, safe_m)
+    if slopes_ptr is not None:
+        slope = tl.load(_at(slopes_ptr, slopes_strides, b0, b1, b2) + g * slopes_strides[3])
+        position = start + offs_m
+        if pos_q_ptr is not None:
+            position = tl.load(
+                _at(pos_q_ptr, pos_q_strides, b0, b1, b2) + safe_m * pos_q_strides[3]
+            )
+        row_slope = tl.zeros([BM], tl.float32) + slope * LOG2E
+        if alibi_rows_ptr is not None:
+            row_slope *= _rows(alibi_rows_ptr, alibi_rows_strides, b0, b1, b2, g, safe_m)
+        if pos_k_ptr is not None:
+            pos_k_ptr = _at(pos_k_ptr, pos_k_strides, b0, b1, b2)
+    if table_ptr is not None:
+        table_ptr = _at(table_ptr, table_strides, b0, b1, b2) + g.to(tl.int64) * table_strides[3]
+        code = tl.load(codes_q_ptr + safe_m)
+        if table_rows_ptr is not None:
+            table_row = _rows(table_rows_ptr, table_rows_strides, b0, b1, b2, g, safe_m)
+    if ids_ptr is not None:
+        region = tl.load(_at(ids_ptr, ids_strides, b0, b1, b2) + safe_m * ids_strides[3])
+        key_ids_ptr = _at(key_ids_ptr, key_ids_strides, b0, b1, b2)
+        region_row = tl.zeros([BM], tl.float32) + region_value * LOG2E
+        if region_rows_ptr is not None:
+            region_row *= _rows(region_rows_ptr, region_rows_strides, b0, b1, b2, g, safe_m)
+    if dense_ptr is not None:
+        dense_ptr = _at(dense_ptr, dense_strides, b0, b1, b2) + g.to(tl.int64) * dense_strides[3]
+        dense_ptr = dense_ptr + safe_m * dense_strides[4]
+        if dense_rows_ptr is not None:
+            dense_row = _rows(dense_rows_ptr, dense_rows_strides, b0, b1, b2, g, safe_m)
+    if key_mask_ptr is not None:
+        key_mask_ptr = _at(key_mask_ptr, key_mask_strides, b0, b1, b2)
+
+    # keys below `full` are visible to every row of this block, keys from `end` on to none
+    end = M
+    full = M // BN * BN
+    if CAUSAL:
+        end = tl.maximum(tl.minimum(M, start + first + BM), 0)
+        full = tl.minimum(full, tl.maximum(start + first + 1, 0) // BN * BN)
+
+    k_ptr = _at(k_ptr, k_strides, b0, b1, b2) + h_kv.to(tl.int64) * k_strides[3]
+    v_ptr = _at(v_ptr, v_strides, b0, b1, b2) + h_kv.to(tl.int64) * v_strides[3]
+    k_ptrs = k_ptr + offs_n[None, :] * k_strides[4] + offs_d[:, None] * k_strides[5]
+    v_ptrs = v_ptr + offs_n[:, None] * v_strides[4] + offs_dv[None, :] * v_strides[5]
+    if COLUMNS > 0:
+        phi_k_ptrs = phi_k_ptr + offs_n[None, :] * phi_k_strides[4] + offs_c[:, None]
+    if dense_ptr is not None:
+        dense_ptrs = dense_ptr[:, None] + offs_n[None, :] * dense_strides[5]
+
+    to_exp2 = size * LOG2E
+    top = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, BLOCK_DV], tl.float32)
+
+    # two passes over one loop body: whole tiles without a mask, then the ragged and causal ones
+    for MASKED in tl.static_range(2):
+        lower = full if MASKED else 0
+        upper = end if MASKED else full
+        for s in tl.range(lower, upper, BN):
+            far = tl.cast(s, tl.int64)
+            offs_k = s + offs_n
+            in_keys = offs_k < M
+            # vectors over keys are read at a valid key; the scores of the others are masked below
+            safe_k = tl.minimum(offs_k, M - 1) if MASKED else offs_k
+            safe_k = safe_k.to(tl.int64)
+
+            k = _tile(
+                k_ptrs + far * k_strides[4],
+                in_keys[None, :],
+                offs_d[:, None] < D,
+                MASKED,
+                D < BLOCK_D,
+            )  # (BLOCK_D, BN)
+            x = tl.dot(q, k, input_precision="ieee")
+            if COSINE:
+                wide_k = k.to(tl.float32)
+                x *= tl.rsqrt(tl.maximum(tl.sum(wide_k * wide_k, 0), 1e-24))[None, :]
+            if COLUMNS > 0:
+                phi_k = _tile(
+                    phi_k_ptrs + far * phi_k_strides[4], in_keys[None, :], None, MASKED, False
+                )  # (COLUMNS, BN)
+                x = tl.dot(phi_q, phi_k, x, input_precision="ieee")
+
+            if ELEMENTWISE:
+                x = x * to_exp2
+                if key_bias_ptr is not None:
+                    key = tl.load(key_bias_ptr + safe_k * key_bias_strides[4]) * LOG2E
+                    if key_bias_rows_ptr is not None:
+                        x += key_bias_row[:, None] * key[None, :]
+                    else:
+                        x += key[None, :]
+                if slopes_ptr is not None:
+                    where = offs_k
+                    if pos_k_ptr is not None:
+                        where = tl.load(pos_k_ptr + safe_k * pos_k_strides[3])
+                    distance = where[None, :] - position[:, None]
+                    if SYMMETRIC:
+                        distance = -tl.abs(distance)
+                    x += row_slope[:, None] * distance.to(tl.float32)
+                if table_ptr is not None:
+                    key_code = tl.load(codes_k_ptr + safe_k)
+                    entry = tl.load(table_ptr + (code[:, None] + key_code[None, :])) * LOG2E
+                    if table_rows_ptr is not None:
+                        entry = entry * table_row[:, None]
+                    x += entry
+                if ids_ptr is not None:
+                    key_region = tl.load(key_ids_ptr + safe_k * key_ids_strides[3])
+                    same = region[:, None] == key_region[None, :]
+                    x += tl.where(same, 0.0, region_row[:, None])
+                if dense_ptr is not None:
+                    cell = _tile(
+                        dense_ptrs + far * dense_strides[5], in_keys[None, :], None, MASKED, False
+                    )  # (BM, BN)
+                    cell = cell.to(tl.float32) * LOG2E
+                    if dense_rows_ptr is not None:
+                        cell = cell * dense_row[:, None]
+                    x += cell
+
+            if MASKED:
+                x = tl.where(in_keys[None, :], x, float("-inf"))
+                if CAUSAL:
+                    x = tl.where(offs_k[None, :] <= start + offs_m[:, None], x, float("-inf"))
+            if key_mask_ptr is not None:
+                visible = tl.load(key_mask_ptr + safe_k * key_mask_strides[3])
+                x = tl.where(visible[None, :] != 0, x, float("-inf"))
+
+            new_top = tl.maximum(top, tl.max(x, 1))
+            # where nothing is visible yet, -inf - -inf would be NaN
+            level = tl.where(new_top == float("-inf"), 0.0, new_top)
+            if ELEMENTWISE:
+                p = tl.exp2(x - level[:, None])
+                shrink = tl.exp2(top - level)
+            else:
+                level = level * to_exp2
+                p = tl.exp2(x * to_exp2 - level[:, None])
+                shrink = tl.exp2(top * to_exp2 - level)
+            total = total * shrink + tl.sum(p, 1)
+            acc = acc * shrink[:, None]
+            v = _tile(
+                v_ptrs + far * v_strides[4],
+                in_keys[:, None],
+                offs_dv[None, :] < DV,
+                MASKED,
+                DV < BLOCK_DV,
+            )  # (BN, BLOCK_DV)
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+            top = new_top
+
+    # a row without any visible key gives zeros
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    o_ptr = _at(o_ptr, o_strides, b0, b1, b2) + h.to(tl.int64) * o_strides[3]
+    tl.store(
+        o_ptr + safe_m[:, None] * o_strides[4] + offs_dv[None, :] * o_strides[5],
+        acc.to(o_ptr.dtype.element_ty),
+        mask=in_rows[:, None] & (offs_dv[None, :] < DV),
+    )
