@@ -1,3 +1,124 @@
-"""Convert pretrained models with attention biases to FlashBias attention."""
+"""Convert pretrained models with attention biases to FlashBias attention.
+
+The public names are imported when they are first used, so that importing the package is quick
+and loads no model library.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .attention import PreparedBias, flashbias_attention
+    from .checkpoint import load_model, save_model
+    from .errors import (
+        CheckpointError,
+        DecompositionError,
+        FlashBiasError,
+        NothingToConvertError,
+        StaleTermsError,
+        UnknownArchitectureError,
+        UnsupportedTermError,
+        UsageError,
+    )
+    from .inspection import inspect_model
+    from .options import DecomposeOptions
+    from .patched_attention import PatchedAttention
+    from .patching import apply_plan, patch_model, patched, unpatch_model
+    from .plan import Plan, SitePlan
+    from .recipe import Description, Recipe, Site, UnsupportedSite, load_recipe_file
+    from .terms import (
+        Alibi,
+        Dense,
+        KeyBias,
+        LowRank,
+        Regions,
+        RelativeTable,
+        ScoreBias,
+        Term,
+    )
+
+_MODULES = {
+    "attention": ("PreparedBias", "flashbias_attention"),
+    "checkpoint": ("load_model", "save_model"),
+    "errors": (
+        "CheckpointError",
+        "DecompositionError",
+        "FlashBiasError",
+        "NothingToConvertError",
+        "StaleTermsError",
+        "UnknownArchitectureError",
+        "UnsupportedTermError",
+        "UsageError",
+    ),
+    "inspection": ("inspect_model",),
+    "options": ("DecomposeOptions",),
+    "patched_attention": ("PatchedAttention",),
+    "patching": ("apply_plan", "patch_model", "patched", "unpatch_model"),
+    "plan": ("Plan", "SitePlan"),
+    "recipe": ("Description", "Recipe", "Site", "UnsupportedSite", "load_recipe_file"),
+    "terms": (
+        "Alibi",
+        "Dense",
+        "KeyBias",
+        "LowRank",
+        "Regions",
+        "RelativeTable",
+        "ScoreBias",
+        "Term",
+    ),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "Alibi",
+    "CheckpointError",
+    "DecomposeOptions",
+    "DecompositionError",
+    "Dense",
+    "Description",
+    "FlashBiasError",
+    "KeyBias",
+    "LowRank",
+    "NothingToConvertError",
+    "PatchedAttention",
+    "Plan",
+    "PreparedBias",
+    "Recipe",
+    "Regions",
+    "RelativeTable",
+    "ScoreBias",
+    "Site",
+    "SitePlan",
+    "StaleTermsError",
+    "Term",
+    "UnknownArchitectureError",
+    "UnsupportedSite",
+    "UnsupportedTermError",
+    "UsageError",
+    "__version__",
+    "apply_plan",
+    "flashbias_attention",
+    "inspect_model",
+    "load_model",
+    "load_recipe_file",
+    "patch_model",
+    "patched",
+    "save_model",
+    "unpatch_model",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .attention import PreparedBias, flashbias_attention
-from .terms import ScoreBias, Term
+from .terms import Regions, ScoreBias, Term
 
 
 class TermTensors(nn.Module):
@@ -18,7 +20,10 @@ class TermTensors(nn.Module):
         super().__init__()
         self._pinned = frozenset(k for k, pinned in term.tensor_fields().items() if pinned)
         for name, tensor in term.tensors().items():
-            self.register_buffer(name, tensor.detach())
+            # own and contiguous: a slice of an SVD would keep all of it alive, and checkpoints
+            # want tensors that share nothing
+            own = tensor.detach().clone(memory_format=torch.contiguous_format)
+            self.register_buffer(name, own)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TermTensors:
         # a cast must not round integers or factors: keep the device move, undo the dtype change
@@ -33,6 +38,38 @@ class TermTensors(nn.Module):
         return self
 
 
+class MaskMemo:
+    """Remembers whether the last mask that came was the one that a term stands for."""
+
+    def __init__(self) -> None:
+        self._mask: weakref.ref[Tensor] | None = None
+        self._version = 0
+        self._equal = False
+
+    def stands_for(self, term: Regions | None, mask: Tensor) -> bool:
+        """Whether `term` adds exactly `mask`, shape (nW, N, M).
+
+        Values are compared once per mask object and version, which synchronises with its device;
+        while torch.compile traces, only shapes are.
+        """
+        if term is None or _mask_shape(term) != tuple(mask.shape):
+            return False
+        if torch.compiler.is_compiling():
+            return True
+        version = -1 if mask.is_inference() else mask._version
+        known = self._mask is not None and self._mask() is mask and self._version == version
+        if not known:
+            dense = term.dense(*mask.shape[-2:], dtype=mask.dtype).squeeze(-3)
+            self._equal = torch.equal(dense, mask)
+            self._mask, self._version = weakref.ref(mask), version
+        return self._equal
+
+
+def _mask_shape(term: Regions) -> tuple[int, ...]:
+    keys = term.ids if term.key_ids is None else term.key_ids
+    return (*term.ids.shape, keys.shape[-1])
+
+
 class ScoreBiasModule(nn.Module):
     """Holds a site's terms as buffers and computes attention with them.
 
@@ -40,7 +77,7 @@ class ScoreBiasModule(nn.Module):
     ``<site>.score_bias.<term>.<tensor>``.
 
     Args:
-        bias: the terms.
+        bias: the terms; their tensors are copied.
         backend: "auto", "triton", "sdpa" or "eager", see `flashbias_attention`.
     """
 
@@ -48,11 +85,18 @@ class ScoreBiasModule(nn.Module):
         super().__init__()
         self.backend = backend
         self._spec = bias.spec()
-        self._prepared: PreparedBias | None = None
         #: whether the terms came with the last state dict; set by loading, cleared by the owner
         self.just_loaded = False
+        #: whether the terms are placeholders that a state dict must fill
+        self.awaits_load = False
+        self._forget()
         for name, term in zip(bias.term_names(), bias.terms, strict=True):
             self.add_module(name, TermTensors(term))
+
+    def _forget(self) -> None:
+        """Drop everything that was derived from the buffers."""
+        self._prepared: dict[tuple[str, ...], PreparedBias] = {}
+        self.mask_memo = MaskMemo()
 
     def spec(self) -> dict[str, Any]:
         """See `ScoreBias.spec`; dtypes are those of now."""
@@ -61,33 +105,49 @@ class ScoreBiasModule(nn.Module):
     @property
     def bias(self) -> ScoreBias:
         """The terms as they are now."""
-        return self.prepared.bias
+        return self.prepared().bias
 
-    @property
-    def prepared(self) -> PreparedBias:
-        """The terms with their kernel-ready forms, made once per move, cast or load."""
-        if self._prepared is None:
-            self._prepared = PreparedBias(
-                ScoreBias.from_state(self._spec, dict(self.named_buffers()))
-            )
-        return self._prepared
+    def prepared(self, without: tuple[str, ...] = ()) -> PreparedBias:
+        """The terms with their kernel-ready forms, made once per move, cast or load.
+
+        Args:
+            without: kinds of terms to leave out.
+        """
+        if without not in self._prepared:
+            bias = ScoreBias.from_state(self._spec, dict(self.named_buffers()))
+            kept = tuple(term for term in bias.terms if term.kind not in without)
+            self._prepared[without] = PreparedBias(ScoreBias(kept, bias.num_heads))
+        return self._prepared[without]
+
+    def planned_regions(self) -> Regions | None:
+        """The term that stands for a mask, if there is one."""
+        return next((t for t in self.bias.terms if isinstance(t, Regions)), None)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, extra: Sequence[Term] = (), **kwargs: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        extra: Sequence[Term] = (),
+        without: tuple[str, ...] = (),
+        **kwargs: Any,
     ) -> Tensor:
-        """`flashbias_attention` of q, k and v with this site's terms plus `extra` ones.
+        """`flashbias_attention` of q, k and v with this site's terms.
 
         Args:
             q, k, v: shapes (*batch, H, N, D), (*batch, H, M, D), (*batch, H, M, Dv).
             extra: terms of this call only, such as a mask that depends on the input.
+            without: kinds of terms that this call leaves out.
             **kwargs: keyword arguments of `flashbias_attention`.
 
         Returns:
             Tensor of shape (*batch, H, N, Dv).
         """
-        bias: ScoreBias | PreparedBias = self.prepared
+        prepared = self.prepared(without)
+        bias: ScoreBias | PreparedBias = prepared
         if extra:
-            own = self.bias
+            own = prepared.bias
             bias = ScoreBias(own.terms + tuple(extra), own.num_heads)
         return flashbias_attention(q, k, v, bias, backend=self.backend, **kwargs)
 
@@ -95,17 +155,19 @@ class ScoreBiasModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ScoreBiasModule:
         super()._apply(fn, recurse)
-        self._prepared = None
+        self._forget()
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
-        self._prepared = None
-        if any(key.startswith(prefix) for key in state_dict):
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._forget()
+        # a site without tensors finds no key: being filled for the first time is enough
+        nothing_to_load = self.awaits_load and not any(True for _ in self.buffers())
+        if nothing_to_load or any(key.startswith(prefix) for key in state_dict):
             self.just_loaded = True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_prepared": None}
+        return {**self.__dict__, "_prepared": {}, "mask_memo": MaskMemo()}
 
     def extra_repr(self) -> str:
         return f"num_heads={self._spec['num_heads']}, backend={self.backend!r}"

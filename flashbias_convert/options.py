@@ -26,6 +26,7 @@ class DecomposeOptions:
             between the softmax of the bias and of its approximation, mean over rows.
         target: card class whose costs decide ("h100", ...); None means the present card.
         force_all: convert sites that would not get faster, too.
+        tokens: sequence length to plan for where the model leaves it open (language models).
         version: of this schema.
     """
 
@@ -35,6 +36,7 @@ class DecomposeOptions:
     max_attention_error: float = 0.25
     target: str | None = None
     force_all: bool = False
+    tokens: int | None = None
     version: int = 1
 
     def __post_init__(self) -> None:
@@ -48,6 +50,8 @@ class DecomposeOptions:
             raise UsageError(
                 f"max_attention_error must be in [0, 1], got {self.max_attention_error}"
             )
+        if self.tokens is not None and (type(self.tokens) is not int or self.tokens < 1):
+            raise UsageError(f"tokens must be a positive integer, got {self.tokens!r}")
         if self.version != 1:
             raise UsageError(
                 f"options of version {self.version} are not understood, only version 1",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable
 from functools import cache
 from typing import Any, ClassVar
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from .errors import StaleTermsError
 from .modules import ScoreBiasModule
 
-_STALE = ("stale before it was copied",)
+#: a seal that no state of a module equals
+STALE = ("stale",)
 
 
 class PatchedAttention(nn.Module):
@@ -22,11 +24,15 @@ class PatchedAttention(nn.Module):
     that subclass with the original class of a module and assigns the result to the module's
     ``__class__``, so that parameters, hooks, names and identity stay.
 
-    In training mode the original forward runs, with its dropout and gradients.
+    In training mode the original forward runs, with its dropout and gradients; so it does while
+    a bypassed child is in training mode (dropout that was switched on by hand).
     """
 
     original_class: ClassVar[type[nn.Module]]
     recipe_class: ClassVar[type[PatchedAttention]]
+
+    #: names of children that the original forward calls and `flashbias_forward` does not
+    bypassed: ClassVar[tuple[str, ...]] = ()
 
     score_bias: ScoreBiasModule
 
@@ -39,18 +45,29 @@ class PatchedAttention(nn.Module):
         raise NotImplementedError
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.training:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        if self.training or self._bypasses_training():
+            return super().forward(*args, **kwargs)
         if not torch.compiler.is_compiling():
             self.check_fresh()
+            self._check_gradients()
         return self.flashbias_forward(*args, **kwargs)
+
+    def _bypasses_training(self) -> bool:
+        children = [self._modules.get(name) for name in self.bypassed]
+        return any(child is not None and child.training for child in children)
+
+    def _check_gradients(self) -> None:
+        if torch.is_grad_enabled() and any(
+            s.requires_grad for s in self.bias_sources() if isinstance(s, Tensor)
+        ):
+            _warn_no_gradients()
 
     # -- staleness -------------------------------------------------------------------------
 
     def seal(self) -> None:
         """Declare that the terms belong to the weights and sizes as they are now."""
         self.__dict__["_seal"] = _state_of(self.bias_sources())
-        self.score_bias.just_loaded = False
+        self.score_bias.just_loaded = self.score_bias.awaits_load = False
 
     def is_stale(self) -> bool:
         """Whether weights or sizes have changed since the terms were made."""
@@ -60,12 +77,17 @@ class PatchedAttention(nn.Module):
 
     def check_fresh(self) -> None:
         """Raise StaleTermsError if `is_stale`."""
-        if self.is_stale():
+        if not self.is_stale():
+            return
+        name = self.original_class.__name__
+        if self.score_bias.awaits_load:
             raise StaleTermsError(
-                f"the weights, window or input size of this {self.original_class.__name__} have "
-                "changed since it was converted",
-                "run unpatch_model and patch_model again",
+                f"the terms of this {name} have not been loaded yet", "call load_state_dict first"
             )
+        raise StaleTermsError(
+            f"the weights, window or input size of this {name} have changed since it was converted",
+            "run unpatch_model and patch_model again",
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         stale = self.is_stale()
@@ -78,31 +100,52 @@ class PatchedAttention(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # the composed class has no importable name, so a copy is rebuilt from its two parents
-        state = {**self.__dict__, "_seal": _STALE if self.is_stale() else None}
+        state = {**self.__dict__, "_seal": STALE if self.is_stale() else None}
         return _new_instance, (self.recipe_class, self.original_class), state
 
 
 def _state_of(sources: tuple[Tensor | Hashable, ...]) -> tuple[Hashable, ...]:
-    return tuple(
-        (id(s), -1 if s.is_inference() else s._version) if isinstance(s, Tensor) else s
-        for s in sources
-    )
+    return tuple(_state_of_tensor(s) if isinstance(s, Tensor) else s for s in sources)
+
+
+def _state_of_tensor(tensor: Tensor) -> Hashable:
+    # the address tells of `parameter.data = ...`, which the version does not count
+    return (id(tensor), tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version)
 
 
 @cache
-def compose(recipe_class: type[PatchedAttention], original_class: type[nn.Module]) -> type:
-    """The class of a patched module: `recipe_class` in front of `original_class`."""
-    return type(
-        f"FlashBias{original_class.__name__}",
-        (recipe_class, original_class),
-        {
-            "__module__": original_class.__module__,
-            "recipe_class": recipe_class,
-            "original_class": original_class,
-        },
+def _warn_no_gradients() -> None:
+    """Once per process: gradients flow, but not to what the bias was made from."""
+    warnings.warn(
+        "a converted attention module runs in eval mode with gradients enabled: the parameters "
+        "of its bias get no gradient from it; use torch.no_grad() for inference, or train() to "
+        "train through the original forward",
+        stacklevel=4,
     )
 
 
-def _new_instance(recipe_class: type[PatchedAttention], original_class: type[nn.Module]) -> Any:
+def compose(
+    recipe_class: type[PatchedAttention], original_class: type[nn.Module]
+) -> type[PatchedAttention]:
+    """The class of a patched module: `recipe_class` in front of `original_class`, made once."""
+    if (recipe_class, original_class) not in _COMPOSED:
+        _COMPOSED[recipe_class, original_class] = type(
+            f"FlashBias{original_class.__name__}",
+            (recipe_class, original_class),
+            {
+                "__module__": original_class.__module__,
+                "recipe_class": recipe_class,
+                "original_class": original_class,
+            },
+        )
+    return _COMPOSED[recipe_class, original_class]
+
+
+_COMPOSED: dict[tuple[type, type], type[PatchedAttention]] = {}
+
+
+def _new_instance(
+    recipe_class: type[PatchedAttention], original_class: type[nn.Module]
+) -> PatchedAttention:
     cls = compose(recipe_class, original_class)
     return cls.__new__(cls)

@@ -33,11 +33,13 @@ class Site:
         name: fully qualified module name in `root`; "" for the root itself.
         module: the attention module.
         root: the model.
+        tokens: sequence length to plan for where the model leaves it open, or None.
     """
 
     name: str
     module: nn.Module
     root: nn.Module
+    tokens: int | None = None
 
     @property
     def parent(self) -> nn.Module | None:

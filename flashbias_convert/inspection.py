@@ -1,0 +1,357 @@
+"""A dry run: walk a model, find its biased attention sites, and plan what to do with each."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import logging
+import platform
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from packaging.specifiers import SpecifierSet
+from torch import nn
+
+from . import __version__
+from .decompose import Decomposition, decompose
+from .errors import FlashBiasError, NothingToConvertError, UsageError
+from .options import DecomposeOptions, Method
+from .plan import Plan, SitePlan
+from .recipe import Description, Recipe, Registry, Site, UnsupportedSite, qualified_name
+from .swap import original_class, refusal
+from .terms import ScoreBias
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int, str], None]
+
+_WRAPPERS = {
+    "torch._dynamo.eval_frame.OptimizedModule": "torch.compile",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "DistributedDataParallel",
+    "torch.nn.parallel.data_parallel.DataParallel": "DataParallel",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "FSDP",
+    "torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule": "FSDP",
+    "torch.jit._script.ScriptModule": "torch.jit",
+}
+
+
+def inspect_model(
+    model: nn.Module,
+    *,
+    energy: float = 0.99,
+    method: Method = "auto",
+    max_rank: int | None = None,
+    max_attention_error: float = 0.25,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    recipes: Iterable[Recipe] = (),
+    target: str | None = None,
+    tokens: int | None = None,
+    force_all: bool = False,
+    progress: Progress | None = None,
+) -> Plan:
+    """Plan the conversion of a model; nothing is changed.
+
+    A model that is patched already is planned anew, from its weights.
+
+    Args:
+        model: any model whose weights are loaded.
+        energy, method, max_rank, max_attention_error, target, tokens, force_all: see
+            `DecomposeOptions`.
+        include: names of sites to convert, exact, or ``re:PATTERN`` matched against the whole
+            name; nothing means all.
+        exclude: names of sites to leave alone, in the same form; wins over `include`.
+        recipes: recipes to use before the installed ones.
+        progress: called with (done, total, name) after each site.
+
+    Returns:
+        A plan with one entry for every site that a recipe matches.
+
+    Raises:
+        NothingToConvertError: no module of the model has a recipe.
+        UsageError: options that make no sense, an entry of `include` or `exclude` that matches no
+            site, a model that is wrapped, or one whose weights are on the meta device.
+    """
+    options = DecomposeOptions(
+        energy=energy,
+        method=method,
+        max_rank=max_rank,
+        max_attention_error=max_attention_error,
+        target=target,
+        force_all=force_all,
+        tokens=tokens,
+    )
+    refuse_wrapped(model)
+    registry = Registry(tuple(recipes))
+    matches = list(_find_sites(model, registry, tokens))
+    if not matches:
+        raise _nothing_found(model, registry)
+    names = [name for match in matches for name in match.names]
+    chosen = _Choice(_as_list(include), _as_list(exclude), names)
+    plans = []
+    with _leave_no_trace(model):
+        for match in matches:
+            plans.append(_plan_site(match, options, chosen.reason_against(match.names)))
+            if progress is not None:
+                progress(len(plans), len(matches), match.site.name)
+    return Plan(options, plans, versions=library_versions())
+
+
+# -- finding sites -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Match:
+    """A site, its recipe, and every name of its module, the site's own first."""
+
+    site: Site
+    recipe: Recipe
+    names: tuple[str, ...]
+
+
+def _find_sites(model: nn.Module, registry: Registry, tokens: int | None) -> Iterator[_Match]:
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    for module, own in names.items():
+        recipe = registry.find(module)
+        if recipe is not None:
+            yield _Match(Site(own[0], module, model, tokens), recipe, tuple(own))
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise UsageError if the model, or a part of it, is compiled, scripted or distributed."""
+    for name, module in model.named_modules():
+        for cls in type(module).__mro__:
+            wrapper = _WRAPPERS.get(qualified_name(cls))
+            if wrapper is not None:
+                raise UsageError(
+                    f"{f'module {name!r}' if name else 'the model'} is wrapped by {wrapper}",
+                    "convert the model first and wrap the result",
+                )
+
+
+def _nothing_found(model: nn.Module, registry: Registry) -> NothingToConvertError:
+    known = registry.class_names()
+    present: dict[str, str] = {}  # class name -> name of the first module of that class
+    for name, module in model.named_modules():
+        present.setdefault(qualified_name(type(module)), name)
+    short = {cls.rpartition(".")[2]: cls for cls in present}
+    near = {c for k in known for c in difflib.get_close_matches(k.rpartition(".")[2], short)}
+    similar = [short[c] for c in short if c in near]
+    attention = [cls for c, cls in short.items() if re.search("attention|attn", c, re.IGNORECASE)]
+    hints = [f"classes with a recipe: {_listed(known)}"]
+    if similar:
+        hints.append(f"nearest classes in this model: {_listed(similar)}")
+    if attention:
+        places = [f"{cls} (first at {present[cls]!r})" for cls in attention]
+        hints.append(f"looks like attention: {_listed(places)}")
+    return NothingToConvertError("no module of this model has a recipe", "; ".join(hints))
+
+
+def _listed(items: Sequence[str], limit: int = 8) -> str:
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return (", ".join(items[:limit]) or "none") + more
+
+
+# -- include and exclude -------------------------------------------------------------------
+
+
+def _as_list(entries: Iterable[str]) -> list[str]:
+    return [entries] if isinstance(entries, str) else list(entries)
+
+
+class _Choice:
+    """Which sites the caller wants.
+
+    Raises:
+        UsageError: an entry is no valid pattern, or matches none of `names`.
+    """
+
+    def __init__(self, include: list[str], exclude: list[str], names: list[str]) -> None:
+        self.include, self.exclude = include, exclude
+        for option, entries in (("include", include), ("exclude", exclude)):
+            for entry in entries:
+                if not any(_matches(entry, name) for name in names):
+                    near = difflib.get_close_matches(entry.removeprefix("re:"), names, cutoff=0.3)
+                    raise UsageError(
+                        f"{option} entry {entry!r} matches no site",
+                        f"sites are, for instance, {_listed(near or names, 3)}",
+                    )
+
+    def reason_against(self, names: Sequence[str]) -> str | None:
+        """Why a site with these names is left alone, or None."""
+        for entry in self.exclude:
+            if any(_matches(entry, name) for name in names):
+                return f"excluded by {entry!r}"
+        if self.include and not any(_matches(e, name) for e in self.include for name in names):
+            return "not among the included sites"
+        return None
+
+
+def _matches(entry: str, name: str) -> bool:
+    if not entry.startswith("re:"):
+        return entry == name
+    try:
+        return re.fullmatch(entry.removeprefix("re:"), name) is not None
+    except re.error as error:
+        raise UsageError(f"{entry!r} is not a regular expression: {error}") from error
+
+
+# -- planning one site ---------------------------------------------------------------------
+
+
+def _plan_site(match: _Match, options: DecomposeOptions, against: str | None) -> SitePlan:
+    site, recipe = match.site, match.recipe
+    plan = SitePlan(site.name, recipe.name, "left alone", against or "", warnings=_warnings(match))
+    if against is not None:
+        return plan
+    reason = refusal(site.module) or _own_forward(site.module, recipe)
+    if reason is not None:
+        return replace(plan, status="unsupported", reason=reason)
+    _refuse_meta(site)
+    try:
+        description = recipe.describe(site)
+        plan = _with_sizes(plan, description)
+        return _decide(plan, description, options)
+    except UnsupportedSite as error:
+        return replace(plan, status="unsupported", reason=str(error))
+    except UsageError:
+        raise  # an option that suits no site at all
+    except FlashBiasError as error:
+        return replace(plan, status="failed", reason=str(error))
+    except Exception as error:  # one broken site must not stop the others
+        logger.debug("site %s failed", site.name, exc_info=True)
+        return replace(plan, status="failed", reason=f"{type(error).__name__}: {error}")
+
+
+def _own_forward(module: nn.Module, recipe: Recipe) -> str | None:
+    """A subclass with a forward of its own computes something that the recipe does not know."""
+    for cls in original_class(module).__mro__:
+        if qualified_name(cls) in recipe.classes:
+            return None
+        if "forward" in vars(cls):
+            return f"its class {cls.__name__} overrides the forward that the recipe replaces"
+    return None
+
+
+def _refuse_meta(site: Site) -> None:
+    tensors = [*site.module.parameters(), *site.module.buffers()]
+    if any(t.is_meta for t in tensors):
+        raise UsageError(
+            f"the weights of {site.name!r} are on the meta device", "load the weights first"
+        )
+
+
+def _with_sizes(plan: SitePlan, description: Description) -> SitePlan:
+    return replace(
+        plan,
+        n=description.n,
+        m=description.m,
+        heads=description.num_heads,
+        head_dim=description.head_dim,
+        warnings=plan.warnings + description.warnings,
+    )
+
+
+def _decide(plan: SitePlan, description: Description, options: DecomposeOptions) -> SitePlan:
+    result = Decomposition(ScoreBias((), description.num_heads), ())
+    if description.bias is not None:
+        result = decompose(description.bias, options, name=plan.name, index=description.index)
+    plan = replace(plan, decisions=result.decisions)
+    if result.left_alone is not None:
+        return replace(plan, status="left alone", reason=result.left_alone)
+    bias = result.bias + ScoreBias(description.exact_terms, description.num_heads)
+    return replace(
+        plan,
+        status="patched",
+        reason=_summary(result, description),
+        spec=bias.spec(),
+        bias=bias,
+    )
+
+
+def _summary(result: Decomposition, description: Description) -> str:
+    """What was chosen, in one line: "low_rank in 5 heads (rank 3 to 12), regions"."""
+    parts = []
+    for term, count in Counter(d.term for d in result.decisions).items():
+        ranks = [d.rank for d in result.decisions if d.term == term and d.rank is not None]
+        rank = f" (rank {min(ranks)} to {max(ranks)})" if ranks else ""
+        what = "no term needed" if term == "none" else term
+        parts.append(f"{what} in {count} head{'s' if count > 1 else ''}{rank}")
+    parts += [term.kind for term in description.exact_terms]
+    return ", ".join(parts) or "no bias"
+
+
+# -- warnings ------------------------------------------------------------------------------
+
+
+def _warnings(match: _Match) -> tuple[str, ...]:
+    found = [_version_warning(match.recipe), _alias_warning(match), _hook_warning(match)]
+    return tuple(warning for warning in found if warning is not None)
+
+
+def _version_warning(recipe: Recipe) -> str | None:
+    try:
+        version = importlib.metadata.version(recipe.library)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if SpecifierSet(recipe.tested).contains(version, prereleases=True):
+        return None
+    return f"recipe {recipe.name} was tested with {recipe.library}{recipe.tested}, not {version}"
+
+
+def _alias_warning(match: _Match) -> str | None:
+    if len(match.names) == 1:
+        return None
+    others = ", ".join(repr(name) for name in match.names[1:])
+    return f"the same module is also used as {others}"
+
+
+def _hook_warning(match: _Match) -> str | None:
+    hooked = [
+        name
+        for name in match.recipe.attention.bypassed
+        for child in [match.site.module._modules.get(name)]
+        if child is not None and any(map(_has_hooks, child.modules()))
+    ]
+    if not hooked:
+        return None
+    return f"hooks on {', '.join(hooked)} do not run in a patched forward, which does not call them"
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for kind in kinds)
+
+
+# -- surroundings --------------------------------------------------------------------------
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of this package, Python and the libraries that matter; imports none of them."""
+    versions = {"flashbias-convert": __version__, "python": platform.python_version()}
+    for name in ("torch", "triton", "timm", "transformers"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+@contextmanager
+def _leave_no_trace(model: nn.Module) -> Iterator[None]:
+    """No gradients, autocast or inference tensors inside; random states as before after."""
+    devices = {t.device for t in [*model.parameters(), *model.buffers()]}
+    cuda = [device.index for device in devices if device.type == "cuda"]
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.random.fork_rng(devices=cuda))
+        for kind in {"cpu"} | {device.type for device in devices if device.type == "cuda"}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

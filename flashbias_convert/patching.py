@@ -1,0 +1,121 @@
+"""Convert the attention modules of a model in place, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import UsageError
+from .inspection import inspect_model, refuse_wrapped
+from .plan import Plan, SitePlan
+from .recipe import Recipe, Registry
+from .swap import patch_module, restored, unpatch_all
+from .terms import ScoreBias
+
+
+def patch_model(model: nn.Module, *, backend: str = "auto", **options: Any) -> Plan:
+    """Convert a model in place.
+
+    The last call wins: sites that an earlier call patched are planned anew from their weights,
+    and are no longer patched if this call leaves them alone. In training mode patched modules
+    run their original forward.
+
+    Args:
+        model: any model whose weights are loaded; patch it before you compile or wrap it.
+        backend: "auto", "triton", "sdpa" or "eager", see `flashbias_attention`.
+        **options: keyword arguments of `inspect_model`.
+
+    Returns:
+        The plan, with one entry for every site. A site that failed stayed as it was.
+
+    Raises:
+        NothingToConvertError, UsageError: see `inspect_model`; the model is as it was.
+    """
+    plan = inspect_model(model, **options)
+    apply_plan(model, plan, recipes=options.get("recipes", ()), backend=backend)
+    return plan
+
+
+def apply_plan(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    recipes: Iterable[Recipe] = (),
+    backend: str = "auto",
+    empty: bool = False,
+) -> None:
+    """Patch the sites of a plan, and only those; after an exception the model is as it was.
+
+    Args:
+        model: the model that the plan was made for, or one built like it.
+        plan: from `inspect_model` or, with `empty`, from a file.
+        recipes: recipes to use before the installed ones.
+        backend: see `flashbias_attention`.
+        empty: allocate the terms that the plan describes and leave it to `load_state_dict` to
+            fill them; until then patched modules refuse to compute.
+
+    Raises:
+        UsageError: the plan does not fit the model, holds no terms, or the model is wrapped.
+    """
+    refuse_wrapped(model)
+    registry = Registry(tuple(recipes))
+    with restored(model, always=False):
+        unpatch_all(model)
+        for site in plan.patched:
+            _apply_site(model, site, registry, backend, empty)
+
+
+def _apply_site(
+    model: nn.Module, site: SitePlan, registry: Registry, backend: str, empty: bool
+) -> None:
+    try:
+        module = model.get_submodule(site.name)
+    except AttributeError as error:
+        raise UsageError(
+            f"the plan names {site.name!r}, which this model does not have",
+            "build the model with the arguments that it was converted with",
+        ) from error
+    recipe = registry.find(module)
+    if recipe is None or recipe.name != site.recipe:
+        raise UsageError(
+            f"the plan wants recipe {site.recipe!r} for {site.name!r}, but "
+            f"{type(module).__name__} has {recipe.name if recipe else 'none'}"
+        )
+    bias = _placeholder(module, site) if empty else site.bias
+    if bias is None:
+        raise UsageError(
+            f"the plan holds no terms for {site.name!r}", "use empty=True for a plan from a file"
+        )
+    try:
+        patch_module(module, recipe.attention, bias, backend=backend, awaits_load=empty)
+    except UsageError as error:
+        raise UsageError(f"{site.name}: {error}") from error
+
+
+def _placeholder(module: nn.Module, site: SitePlan) -> ScoreBias | None:
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    return None if site.spec is None else ScoreBias.empty_from_spec(site.spec, device=device)
+
+
+def unpatch_model(model: nn.Module) -> int:
+    """Give every patched module its original class back and drop its terms.
+
+    Returns:
+        How many modules were patched.
+    """
+    return unpatch_all(model)
+
+
+@contextmanager
+def patched(model: nn.Module, **options: Any) -> Iterator[Plan]:
+    """Patch a model for the length of a ``with`` block; see `patch_model` for the options.
+
+    On leaving, with or without an exception, the model is as it was before: not patched, or
+    patched with the terms that it had.
+    """
+    with restored(model, always=True):
+        yield patch_model(model, **options)

@@ -1,0 +1,132 @@
+"""Turning one module into its patched form and back: the class, one submodule, and a seal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+
+from .errors import UsageError
+from .modules import ScoreBiasModule
+from .patched_attention import STALE, PatchedAttention, compose
+from .terms import ScoreBias
+
+#: name of the submodule that holds the terms of a patched module
+SUBMODULE = "score_bias"
+
+
+def patched_modules(model: nn.Module) -> list[PatchedAttention]:
+    """The patched modules of a model, each once, in the order of its modules."""
+    return [module for module in model.modules() if isinstance(module, PatchedAttention)]
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module before it was patched."""
+    return module.original_class if isinstance(module, PatchedAttention) else type(module)
+
+
+def refusal(module: nn.Module) -> str | None:
+    """Why a module cannot be patched, or None if it can."""
+    if not isinstance(module, PatchedAttention) and hasattr(module, SUBMODULE):
+        return f"the module already has an attribute called {SUBMODULE!r}"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance; patch before that is done"
+    return None
+
+
+def patch_module(
+    module: nn.Module,
+    recipe_class: type[PatchedAttention],
+    bias: ScoreBias,
+    *,
+    backend: str = "auto",
+    awaits_load: bool = False,
+) -> None:
+    """Give a module its patched class and its terms, in place; on an error it stays as it was.
+
+    Args:
+        module: an attention module that is not patched.
+        recipe_class: the class that the module's recipe supplies.
+        bias: the terms; their tensors are copied.
+        backend: see `flashbias_attention`.
+        awaits_load: the terms are placeholders; until a state dict has filled them, the module
+            refuses to compute.
+
+    Raises:
+        UsageError: the module cannot be patched, see `refusal`.
+    """
+    reason = refusal(module)
+    if reason:
+        raise UsageError(reason)
+    terms = ScoreBiasModule(bias, backend)
+    terms.train(module.training)
+    _install(module, compose(recipe_class, type(module)), terms)
+    assert isinstance(module, PatchedAttention)
+    try:
+        module.seal()
+    except BaseException:
+        unpatch_module(module)
+        raise
+    if awaits_load:
+        module.__dict__["_seal"] = STALE
+        terms.awaits_load = True
+
+
+def unpatch_module(module: PatchedAttention) -> None:
+    """Put the original class back and remove the terms."""
+    del module._modules[SUBMODULE]
+    module.__dict__.pop("_seal", None)
+    module.__class__ = module.original_class  # type: ignore[assignment]
+
+
+def _install(module: nn.Module, cls: type, terms: ScoreBiasModule) -> None:
+    module.__class__ = cls
+    module.add_module(SUBMODULE, terms)
+
+
+@dataclass(frozen=True, eq=False)
+class _Patched:
+    """What a patched module has that its original does not."""
+
+    module: PatchedAttention
+    cls: type
+    terms: ScoreBiasModule
+    seal: object
+
+    @classmethod
+    def of(cls, module: PatchedAttention) -> _Patched:
+        return cls(module, type(module), module.score_bias, module.__dict__.get("_seal"))
+
+    def restore(self) -> None:
+        _install(self.module, self.cls, self.terms)
+        self.module.__dict__["_seal"] = self.seal
+
+
+def unpatch_all(model: nn.Module) -> int:
+    """Unpatch every patched module of a model; returns how many there were."""
+    found = patched_modules(model)
+    for module in found:
+        unpatch_module(module)
+    return len(found)
+
+
+@contextmanager
+def restored(model: nn.Module, *, always: bool) -> Iterator[None]:
+    """On leaving, patched modules are again those of now, with the terms of now.
+
+    Args:
+        model: the model.
+        always: after success, too; otherwise only after an exception.
+    """
+    before = [_Patched.of(module) for module in patched_modules(model)]
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        if always or not done:
+            unpatch_all(model)
+            for patched in before:
+                patched.restore()
