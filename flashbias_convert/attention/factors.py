@@ -9,10 +9,11 @@ from ..terms import LowRank
 
 
 def effective_factors(term: LowRank) -> tuple[Tensor, Tensor]:
-    """phi_q (*batch, H, N, R) with the term's row scale in it, and phi_k (*batch, H, M, R)."""
-    if term.row_scale is None:
-        return term.phi_q, term.phi_k
-    return term.phi_q * term.row_scale[..., None], term.phi_k
+    """phi_q (*batch, H, N, R) with ranks and row scale applied, and phi_k (*batch, H, M, R)."""
+    phi_q = term.masked_phi_q()
+    if term.row_scale is not None:
+        phi_q = phi_q * term.row_scale[..., None]
+    return phi_q, term.phi_k
 
 
 def balance(phi_q: Tensor, phi_k: Tensor) -> tuple[Tensor, Tensor]:

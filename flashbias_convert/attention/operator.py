@@ -105,16 +105,17 @@ def triton_attention(
         terms = bias.bias if isinstance(bias, PreparedBias) else bias
         terms = None if terms is None else place_queries(terms, q.shape[-2], start)
         packed = pack(terms, half=q.dtype != torch.float32)
-    scale, head_scale = args.scale, None
-    if isinstance(scale, Tensor):
-        scale, head_scale = 1.0, scale.to(q.device, torch.float32).contiguous()
+    if isinstance(args.scale, Tensor):
+        scale, head_scale = 1.0, args.scale.to(q.device, torch.float32).contiguous()
+    else:
+        scale, head_scale = float(args.scale), None
     return attention_op(
         q,
         k,
         v,
         packed.tensors,
         packed.spec,
-        float(scale),
+        scale,
         head_scale,
         None if args.key_mask is None else args.key_mask.view(torch.uint8),
         0 if isinstance(start, Tensor) else start,

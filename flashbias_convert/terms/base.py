@@ -161,15 +161,12 @@ class Term:
         """Keep the given positions of this term's own head dimension (shared ones stay)."""
         dims = {"row_scale": -2, **self.head_dims}
 
-        def pick(name: str, tensor: Tensor) -> Tensor:
-            if name not in dims or tensor.shape[dims[name]] == 1:
-                return tensor
-            where = torch.as_tensor(list(index), device=tensor.device)
-            return tensor.index_select(tensor.dim() + dims[name], where)
-
-        picked: dict[str, Any] = {
-            name: pick(name, tensor) for name, tensor in self.tensors().items()
-        }
+        picked: dict[str, Any] = {}
+        for name, tensor in self.tensors().items():
+            if name in dims and tensor.shape[dims[name]] > 1:
+                where = torch.as_tensor(list(index), device=tensor.device)
+                tensor = tensor.index_select(tensor.dim() + dims[name], where)
+            picked[name] = tensor
         return dataclasses.replace(self, **picked, **self._select_static(index))
 
     def _select_static(self, index: Sequence[int]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from .base import Term, pinned_tensor, require, require_shape
 class LowRank(Term):
     """Adds ``phi_q[h, i] . phi_k[h, j]`` (FlashBias, equation 3).
 
-    Heads may have different ranks: columns past a head's own rank must be zero.
+    Heads may have different ranks: columns past a head's own rank are ignored.
 
     Attributes:
         phi_q: fp32, shape (*batch, H or 1, N, R).
@@ -57,6 +57,13 @@ class LowRank(Term):
         """The rank of each of this term's own heads."""
         return self.ranks or (self.max_rank,) * self.num_own_heads()
 
+    def masked_phi_q(self) -> Tensor:
+        """phi_q with zeros past each head's rank."""
+        if self.ranks is None or min(self.ranks) == self.max_rank:
+            return self.phi_q
+        ranks = torch.tensor(self.ranks, device=self.phi_q.device)[:, None, None]
+        return self.phi_q.where(torch.arange(self.max_rank, device=ranks.device) < ranks, 0.0)
+
     def sizes(self) -> list[tuple[str, int, str]]:
         return [
             ("phi_q", int(self.phi_q.shape[-2]), "queries"),
@@ -64,7 +71,7 @@ class LowRank(Term):
         ]
 
     def dense_term(self, n: int, m: int, query_start: int, dtype: torch.dtype) -> Tensor:
-        return self.phi_q.to(dtype) @ self.phi_k.to(dtype).transpose(-1, -2)
+        return self.masked_phi_q().to(dtype) @ self.phi_k.to(dtype).transpose(-1, -2)
 
     def batch_shape(self) -> tuple[int, ...]:
         own = (tuple(self.phi_q.shape[:-3]), tuple(self.phi_k.shape[:-3]))
