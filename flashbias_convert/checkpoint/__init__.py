@@ -1,1 +1,26 @@
+"""Checkpoints: from bytes to a model and back."""
 
+from .architecture import Architecture, architecture_of
+from .build import build_model
+from .convert import Conversion, convert_checkpoint
+from .header import read_plan
+from .identify import identify
+from .load import load_model, save_model
+from .open import OpenedModel, open_model
+from .read import Checkpoint, read_checkpoint
+
+__all__ = [
+    "Architecture",
+    "Checkpoint",
+    "Conversion",
+    "OpenedModel",
+    "architecture_of",
+    "build_model",
+    "convert_checkpoint",
+    "identify",
+    "load_model",
+    "open_model",
+    "read_checkpoint",
+    "read_plan",
+    "save_model",
+]

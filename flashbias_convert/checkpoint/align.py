@@ -1,0 +1,114 @@
+"""Bring the tensors of a file under the names of a model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError
+
+_QUANTISED = tuple(
+    getattr(torch, name)
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+    if hasattr(torch, name)
+)
+
+
+def align(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """The tensors under the keys of ``model.state_dict()``, exactly those.
+
+    Names are taken as they are, or else mapped by the model's own library (timm knows the layouts
+    of its models' first authors). A tensor that the model ties to another may be absent.
+
+    Raises:
+        CheckpointError: keys, shapes or kinds of dtype that do not fit.
+    """
+    target = model.state_dict()
+    candidates = [dict(tensors), *_remapped(tensors, model)]
+    completed = [_fill_tied(found, target) for found in candidates]
+    for found in completed:
+        if found.keys() == target.keys():
+            _check(found, target)
+            return {key: found[key] for key in target}
+    raise _misfit(max(completed, key=lambda c: len(c.keys() & target.keys())), target)
+
+
+def fits(tensors: Mapping[str, Tensor], model: nn.Module) -> bool:
+    """Whether `align` would succeed; nothing is resized to make it fit."""
+    try:
+        align(tensors, model)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _remapped(tensors: Mapping[str, Tensor], model: nn.Module) -> list[dict[str, Tensor]]:
+    """What the filter function of a timm model makes of a foreign layout, if it has one."""
+    module = type(model).__module__
+    filter_fn = getattr(sys.modules.get(module), "checkpoint_filter_fn", None)
+    if filter_fn is None or not module.startswith("timm."):
+        return []
+    try:
+        found = filter_fn(dict(tensors), model)
+    except Exception:  # a layout that it was not written for
+        return []
+    same = {id(t) for t in tensors.values()}
+    # filters also resize tables and patch embeddings; a conversion must not change weights
+    kept = all(id(t) in same for t in found.values())
+    return [dict(found)] if kept else []
+
+
+def _fill_tied(found: dict[str, Tensor], target: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    present = {_identity(target[k]): t for k, t in found.items() if k in target}
+    tied = {
+        k: present[_identity(t)]
+        for k, t in target.items()
+        if k not in found and _identity(t) in present
+    }
+    return {**found, **tied}
+
+
+def _identity(tensor: Tensor) -> object:
+    # tensors on the meta device have no address
+    if tensor.device.type == "meta" or not tensor.numel():
+        return id(tensor)
+    return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
+
+
+def _check(found: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    for key, wanted in target.items():
+        tensor = found[key]
+        if tensor.shape != wanted.shape:
+            raise CheckpointError(
+                f"{key} has shape {tuple(tensor.shape)}, the model expects {tuple(wanted.shape)}",
+                "is this the right architecture? see --arch and --arch-args",
+            )
+        if tensor.dtype in _QUANTISED or (tensor.is_floating_point() != wanted.is_floating_point()):
+            raise CheckpointError(
+                f"{key} has dtype {tensor.dtype}, the model expects {wanted.dtype}",
+                "quantised checkpoints are not supported",
+            )
+
+
+def _misfit(found: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> CheckpointError:
+    missing = [k for k in target if k not in found]
+    surplus = [k for k in found if k not in target]
+    matched = len(target) - len(missing)
+    parts = [f"only {matched} of the model's {len(target)} tensors are in the file"]
+    if not missing:
+        parts = ["the file holds tensors that the model lacks"]
+    if missing:
+        parts.append(f"missing: {_some(missing)}")
+    if surplus:
+        parts.append(f"not in the model: {_some(surplus)}")
+    return CheckpointError(
+        "; ".join(parts), "is this the right architecture? see --arch and --arch-args"
+    )
+
+
+def _some(names: list[str], limit: int = 3) -> str:
+    rest = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")

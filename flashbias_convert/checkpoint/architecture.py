@@ -1,0 +1,132 @@
+"""What a model is built from, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self, get_args
+
+from torch import nn
+
+from ..errors import CheckpointError, UnknownArchitectureError, UsageError
+
+Library = Literal["timm", "transformers", "caller"]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How to build a model.
+
+    Attributes:
+        library: who builds it: "timm", "transformers", or "caller" for a function that only the
+            caller knows.
+        name: model name in timm, class name in transformers, or a label for the function.
+        args: JSON values: keyword arguments for timm and functions, the config for transformers.
+        factory: the function of "caller"; never saved.
+        origin: where this was learnt, for messages.
+    """
+
+    library: Library
+    name: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+    factory: Callable[..., nn.Module] | None = field(default=None, compare=False, repr=False)
+    origin: str = field(default="the caller", compare=False)
+
+    def __str__(self) -> str:
+        return self.name if self.library == "caller" else f"{self.library}:{self.name}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values, without the function."""
+        return {"library": self.library, "name": self.name, "args": dict(self.args)}
+
+    @classmethod
+    def from_json(cls, data: Any, origin: str) -> Self:
+        """Inverse of `to_json`; raises CheckpointError for anything else."""
+        if not isinstance(data, Mapping) or data.get("library") not in get_args(Library):
+            raise CheckpointError(f"{origin} describes no known kind of architecture: {data!r}")
+        name, args = data.get("name"), data.get("args", {})
+        if not isinstance(name, str) or not isinstance(args, Mapping):
+            raise CheckpointError(f"{origin} describes a damaged architecture: {data!r}")
+        return cls(data["library"], name, dict(args), origin=origin)
+
+
+#: what `arch=` takes
+ArchLike = Architecture | str | Callable[..., nn.Module]
+
+
+def as_architecture(arch: ArchLike, args: Mapping[str, Any] | None = None) -> Architecture:
+    """The architecture that a caller named.
+
+    Args:
+        arch: an Architecture, "timm:NAME", "transformers:CLASS", "package.module:function" or a
+            function that returns the model. The function's module is imported.
+        args: keyword arguments, or the config of a transformers model; added to an Architecture's.
+
+    Raises:
+        UsageError: a string of another form, or a function that does not exist.
+    """
+    args = dict(args or {})
+    if isinstance(arch, Architecture):
+        merged = {**arch.args, **args}
+        return Architecture(arch.library, arch.name, merged, arch.factory, arch.origin)
+    if callable(arch):
+        label = getattr(arch, "__qualname__", type(arch).__name__)
+        return Architecture("caller", label, args, arch)
+    library, colon, name = arch.partition(":")
+    if not colon or not library or not name:
+        raise UsageError(
+            f"cannot read the architecture {arch!r}",
+            "write timm:NAME, transformers:CLASS or package.module:function",
+        )
+    if library == "timm":
+        return Architecture("timm", name, args)
+    if library == "transformers":
+        return Architecture("transformers", name, args)
+    return Architecture("caller", arch, args, _import_factory(library, name))
+
+
+def _import_factory(module: str, name: str) -> Callable[..., nn.Module]:
+    try:
+        factory = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise UsageError(f"cannot import {module}: {error}") from error
+    except AttributeError as error:
+        raise UsageError(f"module {module} has no {name!r}") from error
+    if not callable(factory):
+        raise UsageError(f"{module}:{name} is not a function or class")
+    return factory
+
+
+def architecture_of(model: nn.Module) -> Architecture | None:
+    """How a model in memory was built, where its library remembers it."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_diff_dict") and hasattr(config, "model_type"):
+        return from_config(config.to_dict(), "the model's config")
+    pretrained = getattr(model, "pretrained_cfg", None)
+    args = getattr(model, "_model_args", None)
+    if not isinstance(pretrained, Mapping) or args is None or "architecture" not in pretrained:
+        return None
+    saved = {**args, "pretrained_cfg": pretrained_cfg_of(pretrained)}
+    return Architecture("timm", pretrained["architecture"], saved, origin="the model")
+
+
+def pretrained_cfg_of(pretrained_cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """timm's pretrained_cfg without what is empty, names a file, or is unknown to timm."""
+    from timm.models import PretrainedCfg
+
+    known = {f.name for f in dataclasses.fields(PretrainedCfg)} - {"file", "source", "state_dict"}
+    return {k: v for k, v in pretrained_cfg.items() if k in known and v is not None}
+
+
+def from_config(config: Mapping[str, Any], origin: str) -> Architecture:
+    """The architecture in the content of a transformers ``config.json``.
+
+    ``auto_map``, which names code inside a repository, is dropped: no such code is ever run.
+    """
+    classes = config.get("architectures") or ["AutoModel"]
+    if not isinstance(config.get("model_type"), str) or not isinstance(classes[0], str):
+        raise UnknownArchitectureError(f"{origin} names no architecture")
+    args = {k: v for k, v in config.items() if k not in ("auto_map", "_name_or_path")}
+    return Architecture("transformers", classes[0], args, origin=origin)

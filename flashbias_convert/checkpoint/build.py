@@ -1,0 +1,123 @@
+"""From an architecture to a model with random weights.
+
+Architectures resolve through timm, through transformers, and through functions that the caller
+passed. Nothing that only a file names is ever imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UnknownArchitectureError, UsageError
+from .architecture import Architecture
+
+#: arguments of timm.create_model that load, download or place something
+_NOT_FROM_A_FILE = frozenset(
+    {
+        "cache_dir",
+        "checkpoint_path",
+        "device",
+        "dtype",
+        "exportable",
+        "features_only",
+        "no_jit",
+        "pretrained",
+        "pretrained_cfg_overlay",
+        "scriptable",
+    }
+)
+
+
+def build_model(arch: Architecture, device: torch.device | str = "cpu") -> nn.Module:
+    """Build the model, in evaluation mode, with random weights.
+
+    Args:
+        arch: what to build.
+        device: "cpu", or "meta" for shapes only.
+
+    Raises:
+        UnknownArchitectureError: a name that its library does not know, or a function that only
+            the caller can supply.
+        UsageError: the library refuses the arguments.
+    """
+    builders = {"timm": _timm, "transformers": _transformers, "caller": _caller}
+    # a library call must not advance the random numbers of its user
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        try:
+            model = builders[arch.library](arch)
+        except (UnknownArchitectureError, UsageError):
+            raise
+        except Exception as error:  # libraries raise anything for bad arguments
+            raise UsageError(
+                f"{arch} (from {arch.origin}) cannot be built: {type(error).__name__}: {error}",
+                "check --arch and --arch-args",
+            ) from error
+    return model.eval()
+
+
+def _timm(arch: Architecture) -> nn.Module:
+    import timm
+
+    # names with a source such as "hf-hub:..." would download
+    if not all(c.isalnum() or c in "_.-" for c in arch.name) or not timm.is_model(arch.name):
+        raise UnknownArchitectureError(f"timm has no model {arch.name!r}", _close_names(arch.name))
+    forbidden = sorted(_NOT_FROM_A_FILE & set(arch.args))
+    if forbidden:
+        raise UsageError(f"{arch.origin} may not set {', '.join(forbidden)} of a timm model")
+    model: nn.Module = timm.create_model(arch.name, pretrained=False, **arch.args)
+    return model
+
+
+def _close_names(name: str) -> str:
+    import difflib
+
+    import timm
+
+    close = difflib.get_close_matches(name, timm.list_models(), n=3)
+    return f"did you mean {' or '.join(close)}?" if close else "see timm.list_models()"
+
+
+def transformers_class(arch: Architecture) -> tuple[type[Any], Any]:
+    """The model class and the config of a transformers architecture.
+
+    Raises:
+        UnknownArchitectureError: transformers knows no such model type or class.
+    """
+    import transformers
+
+    args: Mapping[str, Any] = arch.args
+    model_type = args.get("model_type")
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise UnknownArchitectureError(
+            f"transformers has no model type {model_type!r} (from {arch.origin})",
+            "pass the class and its config: --arch transformers:CLASS --arch-args CONFIG",
+        )
+    config = transformers.CONFIG_MAPPING[model_type].from_dict(dict(args))
+    found = getattr(transformers, arch.name, None) if arch.name.isidentifier() else None
+    if arch.name == "AutoModel":
+        found = transformers.MODEL_MAPPING.get(type(config))
+    if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
+        raise UnknownArchitectureError(f"transformers has no model class {arch.name!r}")
+    return found, config
+
+
+def _transformers(arch: Architecture) -> nn.Module:
+    cls, config = transformers_class(arch)
+    model: nn.Module = cls(config)
+    return model
+
+
+def _caller(arch: Architecture) -> nn.Module:
+    if arch.factory is None:
+        raise UnknownArchitectureError(
+            f"this model was built by the function {arch.name!r}, which only the caller knows",
+            "pass arch=, a function that returns the model",
+        )
+    model = arch.factory(**arch.args)
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{arch.name} must return a module, got {type(model).__name__}")
+    return model

@@ -1,0 +1,167 @@
+"""Convert a checkpoint: read, identify, patch, write."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import DecompositionError, NothingToConvertError
+from ..options import DecomposeOptions
+from ..plan import Plan
+from ..recipe import Recipe
+from .architecture import Architecture, ArchLike
+from .open import OpenedModel, open_model
+from .outputs import WEIGHTS_NAME, check_output, output_path, plan_path
+from .write import write_file, write_folder
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Conversion:
+    """What a conversion did.
+
+    Attributes:
+        source: the input.
+        architecture: what the model was built from.
+        plan: what was decided for every site.
+        output: the file or folder that was written; None for a dry run.
+        plan_file: the sidecar; None for a dry run.
+        notes: what the user should know about how the input was read.
+        model: the patched model (the original one after a dry run).
+    """
+
+    source: Path
+    architecture: Architecture
+    plan: Plan
+    output: Path | None
+    plan_file: Path | None
+    notes: tuple[str, ...]
+    model: nn.Module
+
+
+def convert_checkpoint(
+    path: str | Path,
+    output: str | Path | None = None,
+    *,
+    options: DecomposeOptions | None = None,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    recipes: Iterable[Recipe] = (),
+    arch: ArchLike | None = None,
+    arch_args: Mapping[str, Any] | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    dry_run: bool = False,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Convert a checkpoint and write the result beside it.
+
+    Args:
+        path: a file, an index of shards, or a folder.
+        output: where to write; default ``NAME.flashbias.safetensors`` beside a file, a folder
+            ``NAME.flashbias`` beside a folder.
+        options: how biases become terms.
+        include, exclude, recipes: see `inspect_model`.
+        arch, arch_args: the architecture, if the checkpoint does not tell it.
+        device: where biases are computed and decomposed; default the CPU.
+        dtype: in which they are computed; default float32. Weights are written in the dtypes of
+            the input, whatever this is.
+        dry_run: plan only; nothing is written.
+        force: replace an existing output of ours.
+        progress: called with (done, total, name) after each site.
+
+    Raises:
+        UsageError: an option that makes no sense, or an output that exists.
+        UnknownArchitectureError: the architecture is unknown or ambiguous.
+        CheckpointError: the input is missing, damaged or unsafe, or writing failed.
+        NothingToConvertError: no site was found, or all were left alone; nothing is written.
+        DecompositionError: every site that was tried failed; nothing is written.
+    """
+    source = Path(path)
+    target = output_path(source, None if output is None else Path(output))
+    if not dry_run and source.exists():
+        check_output(target, source, force)  # before the work, not after it
+    opened = open_model(source, arch=arch, arch_args=arch_args, device=device, dtype=dtype)
+    choices = {
+        "include": tuple(include),
+        "exclude": tuple(exclude),
+        "recipes": tuple(recipes),
+        "progress": progress,
+        **_keywords(options or DecomposeOptions()),
+    }
+    plan = _plan(opened, choices, dry_run)
+    plan = dataclasses.replace(plan, arch=opened.architecture.to_json())
+    if not dry_run:
+        require_patched(plan)
+        _write(opened, target, plan, force)
+    return Conversion(
+        source=source,
+        architecture=opened.architecture,
+        plan=plan,
+        output=None if dry_run else target,
+        plan_file=None if dry_run else plan_path(_weights(target)),
+        notes=opened.checkpoint.notes,
+        model=opened.model,
+    )
+
+
+def require_patched(plan: Plan) -> None:
+    """Raise unless at least one site of the plan is patched.
+
+    Raises:
+        NothingToConvertError: all sites were left alone or are unsupported.
+        DecompositionError: some failed, so this is not the harmless case.
+    """
+    if plan.patched:
+        return
+    failed = plan.with_status("failed")
+    if failed:
+        raise DecompositionError(
+            f"no site was converted, {len(failed)} failed; {failed[0].name}: {failed[0].reason}"
+        )
+    reasons = list(dict.fromkeys(site.reason for site in plan.sites))
+    raise NothingToConvertError(
+        f"none of the {len(plan.sites)} sites is worth converting: {'; '.join(reasons[:3])}",
+        "--force-all converts them all the same",
+    )
+
+
+def _keywords(options: DecomposeOptions) -> dict[str, Any]:
+    values = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
+    del values["version"]
+    return values
+
+
+def _plan(opened: OpenedModel, choices: Mapping[str, Any], dry_run: bool) -> Plan:
+    from ..inspection import inspect_model
+    from ..patching import patch_model
+
+    return (inspect_model if dry_run else patch_model)(opened.model, **choices)
+
+
+def _weights(target: Path) -> Path:
+    return target if target.suffix == ".safetensors" else target / WEIGHTS_NAME
+
+
+def _write(opened: OpenedModel, target: Path, plan: Plan, force: bool) -> None:
+    tensors = stored_state(opened)
+    metadata = opened.checkpoint.metadata
+    if target.suffix == ".safetensors":
+        write_file(target, tensors, plan, force=force, metadata=metadata)
+    else:
+        folder = opened.checkpoint.folder
+        write_folder(target, tensors, plan, source=folder, force=force, metadata=metadata)
+
+
+def stored_state(opened: OpenedModel) -> dict[str, Tensor]:
+    """The state of the patched model: original tensors as they came, and the terms."""
+    state = opened.model.state_dict()
+    return {key: opened.stored.get(key, tensor) for key, tensor in state.items()}

@@ -1,0 +1,65 @@
+"""Weights of a transformers model, loaded as transformers itself loads them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError
+from .architecture import Architecture
+from .build import transformers_class
+
+
+def load_pretrained(arch: Architecture, folder: Path, dtype: torch.dtype) -> nn.Module:
+    """The model of a folder; transformers renames keys and ties weights by its own rules.
+
+    Raises:
+        CheckpointError: weights are missing or of another shape.
+    """
+    cls, config = transformers_class(arch)
+    try:
+        model, info = cls.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            weights_only=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # raises anything for bad files
+        raise CheckpointError(f"transformers cannot load {folder}: {error}") from error
+    lacking = [*info.get("missing_keys", ()), *info.get("mismatched_keys", ())]
+    if lacking:
+        raise CheckpointError(f"{folder} lacks {len(lacking)} weights, such as {lacking[0]!r}")
+    loaded: nn.Module = model.eval()
+    return loaded
+
+
+def in_stored_dtypes(model: nn.Module, source: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The model's state in the dtypes of the file, as far as that loses nothing."""
+    common = _common_dtype(source)
+    state = model.state_dict()
+    done: dict[int, Tensor] = {}  # tied tensors must stay one
+    return {
+        key: done.setdefault(tensor.data_ptr(), _stored(tensor, source.get(key), common))
+        if tensor.numel()
+        else tensor
+        for key, tensor in state.items()
+    }
+
+
+def _stored(tensor: Tensor, original: Tensor | None, common: torch.dtype | None) -> Tensor:
+    dtype = common if original is None else original.dtype
+    if dtype is None or not tensor.is_floating_point():
+        return tensor
+    cast = tensor.to(dtype)
+    return cast if torch.equal(cast.to(tensor.dtype), tensor) else tensor
+
+
+def _common_dtype(source: Mapping[str, Tensor]) -> torch.dtype | None:
+    counts = Counter(t.dtype for t in source.values() if t.is_floating_point())
+    return counts.most_common(1)[0][0] if counts else None

@@ -1,0 +1,63 @@
+"""The plan in the header of a converted file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..errors import CheckpointError, UsageError
+from ..plan import Plan
+from .read import read_metadata
+
+PLAN_KEY = "flashbias_convert.plan"
+TIED_KEY = "flashbias_convert.tied"
+VERSION_KEY = "flashbias_convert.version"
+
+
+def plan_of(metadata: Mapping[str, str]) -> Plan | None:
+    """The plan in the metadata of a header, or None if there is none.
+
+    Raises:
+        CheckpointError: a plan that is damaged or of a newer format.
+    """
+    text = metadata.get(PLAN_KEY)
+    if text is None:
+        return None
+    try:
+        return Plan.from_json(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, UsageError):  # options that this version does not know
+            raise CheckpointError(f"the plan cannot be used: {error}") from error
+        raise CheckpointError(f"the plan in the header is not JSON: {error}") from error
+
+
+def require_plan(metadata: Mapping[str, str], path: Path) -> Plan:
+    """Like `plan_of`, but a file without a plan is an error."""
+    plan = plan_of(metadata)
+    if plan is None:
+        raise CheckpointError(
+            f"{path} is not a converted checkpoint: its header holds no plan",
+            f"convert it: flashbias-convert {path}",
+        )
+    return plan
+
+
+def read_plan(path: str | Path) -> Plan:
+    """The plan of a converted file or folder, from the header alone.
+
+    Raises:
+        CheckpointError: missing, damaged or not converted.
+    """
+    return require_plan(read_metadata(path), Path(path))
+
+
+def tied_of(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Names of tied tensors that are stored once: alias -> stored name."""
+    try:
+        tied = json.loads(metadata.get(TIED_KEY, "{}"))
+    except ValueError as error:
+        raise CheckpointError(f"the list of tied tensors is not JSON: {error}") from error
+    if not isinstance(tied, dict):
+        raise CheckpointError("the list of tied tensors is damaged")
+    return {str(alias): str(stored) for alias, stored in tied.items()}

@@ -1,0 +1,129 @@
+"""From a checkpoint to the architecture that its tensors belong to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import CheckpointError, UnknownArchitectureError
+from .architecture import Architecture, ArchLike, as_architecture, from_config, pretrained_cfg_of
+from .header import plan_of
+from .read import Checkpoint
+from .signature import candidates, with_num_classes
+
+_HINT = "name it with --arch timm:NAME or --arch package.module:function"
+
+
+def identify(
+    checkpoint: Checkpoint, arch: ArchLike | None = None, args: Mapping[str, Any] | None = None
+) -> Architecture:
+    """The architecture of a checkpoint.
+
+    The first of these that says something decides: the caller, our own plan in the header, the
+    ``config.json`` beside the weights, what a training script saved with them, and at last the
+    names and shapes of the tensors, if exactly one known architecture has them.
+
+    Args:
+        checkpoint: what was read.
+        arch: what the caller knows.
+        args: keyword arguments that the caller adds.
+
+    Raises:
+        UnknownArchitectureError: nothing is known, or several architectures fit; then
+            `candidates` lists them.
+        UsageError: `arch` cannot be understood.
+    """
+    if arch is not None:
+        return with_num_classes(as_architecture(arch, args), checkpoint.tensors)
+    found = _from_plan(checkpoint) or _from_config_file(checkpoint) or _from_training(checkpoint)
+    if found is None:
+        found = _from_tensors(checkpoint)
+    return as_architecture(found, args)
+
+
+def _from_plan(checkpoint: Checkpoint) -> Architecture | None:
+    plan = plan_of(checkpoint.metadata)
+    if plan is None or plan.arch is None:
+        return None
+    return Architecture.from_json(plan.arch, f"the plan in {checkpoint.path}")
+
+
+def _from_config_file(checkpoint: Checkpoint) -> Architecture | None:
+    config = checkpoint.config
+    if not config:
+        return None
+    origin = str(checkpoint.folder / "config.json")
+    if "architecture" in config:
+        return _from_timm_config(config, origin)
+    return from_config(config, origin) if "model_type" in config else None
+
+
+def _from_timm_config(config: Mapping[str, Any], origin: str) -> Architecture:
+    """The layout that timm writes for hubs; an older one has everything at the top level."""
+    name = config["architecture"]
+    pretrained = config.get("pretrained_cfg", config)
+    args = config.get("model_args", {})
+    if not (isinstance(pretrained, Mapping) and isinstance(args, Mapping) and _is_name(name)):
+        raise CheckpointError(f"{origin} is not a config of timm")
+    cfg = {**pretrained_cfg_of(pretrained), "architecture": name}
+    if "num_classes" in config:
+        cfg["num_classes"] = config["num_classes"]
+    return Architecture("timm", name, {**args, "pretrained_cfg": cfg}, origin=origin)
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and bool(name)
+
+
+def _from_training(checkpoint: Checkpoint) -> Architecture | None:
+    """From what timm's training script saves: ``arch`` and ``args``; or from header metadata."""
+    origin = f"the training arguments in {checkpoint.path}"
+    given = checkpoint.extras.get("args") or {}
+    options = given if isinstance(given, Mapping) else vars(given)
+    name = options.get("model") or checkpoint.extras.get("arch") or _metadata_name(checkpoint)
+    if not isinstance(name, str) or not _is_timm_model(name):
+        return None
+    names = {"num_classes": "num_classes", "img_size": "img_size", "in_chans": "in_chans"}
+    args = {key: options[o] for key, o in names.items() if options.get(o) is not None}
+    args |= _model_kwargs(options.get("model_kwargs"))
+    arch = Architecture("timm", name, args, origin=origin)
+    return with_num_classes(arch, checkpoint.tensors)
+
+
+def _metadata_name(checkpoint: Checkpoint) -> str | None:
+    metadata = checkpoint.metadata
+    return metadata.get("architecture") or metadata.get("arch")
+
+
+def _model_kwargs(value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return {}
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+def _is_timm_model(name: str) -> bool:
+    import timm
+
+    return bool(timm.is_model(name))
+
+
+def _from_tensors(checkpoint: Checkpoint) -> Architecture:
+    found = candidates(checkpoint.tensors)
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise UnknownArchitectureError(
+            f"{checkpoint.path} does not say which architecture it is for, and its tensors fit "
+            "none that is known",
+            _HINT,
+        )
+    names = tuple(str(arch) for arch in found)
+    raise UnknownArchitectureError(
+        f"the tensors of {checkpoint.path} fit {len(found)} architectures: {', '.join(names)}",
+        f"they differ in what no tensor shows, such as the window; choose: --arch {names[0]}",
+        names,
+    )

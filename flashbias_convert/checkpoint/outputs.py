@@ -1,0 +1,79 @@
+"""What the output is called, and what may be overwritten."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..errors import UsageError
+from .files import INDEX_SUFFIX
+from .staging import require_absent
+
+WEIGHTS_NAME = "model.safetensors"
+_SUFFIX = ".safetensors"
+
+
+def plan_path(weights: Path) -> Path:
+    """The sidecar of a converted file: ``x.flashbias.safetensors`` -> ``x.flashbias.plan.json``."""
+    return weights.with_suffix(".plan.json")
+
+
+def is_folder(source: Path) -> bool:
+    """Whether the input is a folder (or the index in one), so that the output is one, too."""
+    return source.is_dir() or source.name.endswith(INDEX_SUFFIX)
+
+
+def output_path(source: Path, output: Path | None) -> Path:
+    """Where to write the conversion of `source`.
+
+    Args:
+        source: the input, a file, an index or a folder.
+        output: what the user asked for: a file ``*.safetensors``, a folder to write into, or None
+            for ``NAME.flashbias.safetensors`` (a folder ``NAME.flashbias``) beside the input.
+
+    Raises:
+        UsageError: a name of another kind.
+    """
+    if output is None:
+        return default_output(source)
+    if output.suffix == _SUFFIX:
+        return output
+    if is_folder(source):
+        return output
+    if output.is_dir():
+        return output / default_output(source).name
+    raise UsageError(f"the output {output} must end in {_SUFFIX}")
+
+
+def default_output(source: Path) -> Path:
+    """``NAME.flashbias.safetensors`` beside a file, ``NAME.flashbias`` beside a folder."""
+    if not is_folder(source):
+        return source.with_name(f"{source.stem}.flashbias{_SUFFIX}")
+    folder = (source if source.is_dir() else source.parent).resolve()
+    return folder.with_name(f"{folder.name}.flashbias")
+
+
+def check_output(output: Path, source: Path, force: bool) -> None:
+    """Raise UsageError if `output` (a file, or a folder to be made) must not be written.
+
+    An input is never overwritten, and a folder is replaced only where an earlier conversion made
+    it, whatever `force` says.
+    """
+    output_is_file = output.suffix == _SUFFIX
+    if _same(output, source) or (source.is_dir() and _same(output.parent, source)):
+        raise UsageError(f"the output {output} would change the input", "choose another --output")
+    require_absent(output, force)
+    if output_is_file:
+        require_absent(plan_path(output), force)
+    if output.is_dir() and (output_is_file or not _is_ours(output)):
+        raise UsageError(
+            f"{output} is a folder that no conversion made, so it is not replaced",
+            "choose another --output",
+        )
+
+
+def _is_ours(folder: Path) -> bool:
+    return plan_path(folder / WEIGHTS_NAME).is_file()
+
+
+def _same(a: Path, b: Path) -> bool:
+    return a.exists() and b.exists() and a.samefile(b)

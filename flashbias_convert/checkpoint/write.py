@@ -1,0 +1,177 @@
+"""Write a converted checkpoint: safetensors, with the plan in its header and in a sidecar."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .. import __version__
+from ..errors import CheckpointError
+from ..plan import Plan
+from .files import INDEX_SUFFIX, SUFFIXES, check_inside
+from .header import PLAN_KEY, TIED_KEY, VERSION_KEY
+from .outputs import WEIGHTS_NAME, check_output, plan_path
+from .staging import Staging
+
+#: weights of other frameworks; a converted folder holds one set of weights
+_FOREIGN = (".h5", ".msgpack", ".onnx", ".gguf", ".index", ".tflite", ".ot")
+
+
+def write_file(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    plan: Plan,
+    *,
+    force: bool = False,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a converted file and its sidecar, complete or not at all.
+
+    Args:
+        path: the file, ``*.safetensors``.
+        tensors: everything to store; tensors that are the same memory are stored once.
+        plan: goes into the header and the sidecar.
+        force: replace existing files.
+        metadata: further entries of the header.
+
+    Raises:
+        UsageError: a file exists, or its folder cannot be written.
+        CheckpointError: the disk is full, or what was written does not read back equal.
+    """
+    with Staging(force) as staging:
+        weights, sidecar = staging.add(path), staging.add(plan_path(path))
+        _write_pair(weights, sidecar, tensors, plan, metadata or {})
+        try:
+            staging.commit()
+        except OSError as error:
+            raise _failed(path, error) from error
+
+
+def write_folder(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    plan: Plan,
+    *,
+    source: Path,
+    force: bool = False,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Like `write_file`, but a folder with ``model.safetensors`` and the configs of `source`.
+
+    Weights and indexes of `source` are left out, so that none is taken for the converted ones.
+    """
+    check_output(folder, source, force)
+    with Staging(force) as staging:
+        temporary = staging.add(folder)
+        try:
+            temporary.mkdir()
+            _copy_small_files(source, temporary)
+        except OSError as error:
+            raise _failed(folder, error) from error
+        weights = temporary / WEIGHTS_NAME
+        _write_pair(weights, plan_path(weights), tensors, plan, metadata or {})
+        try:
+            staging.commit()
+        except OSError as error:
+            raise _failed(folder, error) from error
+
+
+def _write_pair(
+    weights: Path,
+    sidecar: Path,
+    tensors: Mapping[str, Tensor],
+    plan: Plan,
+    metadata: Mapping[str, str],
+) -> None:
+    stored, tied = prepare(tensors)
+    header = {**metadata, "format": "pt", VERSION_KEY: __version__}
+    header[PLAN_KEY] = json.dumps(plan.to_json())
+    if tied:
+        header[TIED_KEY] = json.dumps(tied)
+    try:
+        save_file(stored, weights, metadata=header)
+        sidecar.write_text(json.dumps(plan.to_json(), indent=2) + "\n", encoding="utf-8")
+        compare(weights, stored, header)
+    except (OSError, SafetensorError) as error:
+        raise _failed(weights, error) from error
+
+
+def prepare(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors that safetensors can store, and alias -> stored name of those that are tied.
+
+    Raises:
+        CheckpointError: a tensor without data (meta), or one that is not a plain dense tensor.
+    """
+    stored: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    seen: dict[object, str] = {}
+    for name, tensor in tensors.items():
+        _require_plain(name, tensor)
+        first = seen.setdefault(_memory(tensor), name)
+        if first == name:
+            stored[name] = tensor.detach().cpu().contiguous()
+        else:
+            tied[name] = first
+    return _without_overlap(stored), tied
+
+
+def _require_plain(name: str, tensor: Tensor) -> None:
+    if tensor.is_meta:
+        raise CheckpointError(f"{name} is on the meta device, it has no values to save")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise CheckpointError(f"{name} is not a plain dense tensor and cannot be saved")
+
+
+def _memory(tensor: Tensor) -> object:
+    if not tensor.numel():
+        return object()  # empty tensors share an address without being tied
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+def _without_overlap(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copy the tensors that share part of another's memory; safetensors refuses them."""
+    end, out = -1, dict(tensors)
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):
+        if tensor.numel() and tensor.data_ptr() < end:
+            out[name] = tensor.clone()
+        end = max(end, tensor.data_ptr() + tensor.nbytes)
+    return out
+
+
+def compare(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Raise CheckpointError unless the file holds exactly these tensors, bit for bit."""
+    with safe_open(path, framework="pt") as file:
+        if file.metadata() != dict(metadata) or set(file.keys()) != set(tensors):
+            raise CheckpointError("the written file does not read back: its header differs")
+        for name, meant in tensors.items():
+            found = file.get_tensor(name)
+            if found.dtype != meant.dtype or not torch.equal(_bytes(found), _bytes(meant)):
+                raise CheckpointError(f"the written file does not read back: {name} differs")
+            if found.shape != meant.shape:
+                raise CheckpointError(f"the written file does not read back: shape of {name}")
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _copy_small_files(source: Path, folder: Path) -> None:
+    for path in sorted(source.iterdir()):
+        if not path.is_file() or path.name.startswith(".") or path.suffix in SUFFIXES + _FOREIGN:
+            continue
+        if path.name.endswith((INDEX_SUFFIX, ".plan.json")):
+            continue
+        check_inside(path, source)
+        shutil.copyfile(path, folder / path.name)
+
+
+def _failed(path: Path, error: Exception) -> CheckpointError:
+    reason = getattr(error, "strerror", None) or str(error)
+    return CheckpointError(f"writing failed, nothing was kept: {reason}", f"target: {path}")
