@@ -173,4 +173,5 @@ def dense_term(bias: Tensor, heads: tuple[int, ...] | None = None) -> Dense:
         bias: the matrices of the heads that the term acts on.
         heads: which heads these are; None means all.
     """
-    return Dense(bias=bias.detach().contiguous(), heads=heads)
+    # a copy: the bias may be a parameter that the model keeps, and saves, under its own name
+    return Dense(bias=bias.detach().clone(memory_format=torch.contiguous_format), heads=heads)
