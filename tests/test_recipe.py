@@ -1,0 +1,95 @@
+"""Finding the recipe of a module, and loading recipes from files."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import flashbias_convert.recipe as recipe_module
+from flashbias_convert.errors import UsageError
+from flashbias_convert.recipe import GROUP, Recipe, Registry, Site, load_recipe_file
+from tests.toy import TOY, BiasedAttention, make_model, make_recipe
+
+
+class Derived(BiasedAttention):
+    pass
+
+
+def test_an_explicit_recipe_is_found_by_class() -> None:
+    assert Registry([TOY]).find(BiasedAttention()) is TOY
+    assert Registry().find(BiasedAttention()) is None
+
+
+def test_a_subclass_finds_the_recipe_of_its_nearest_base() -> None:
+    near = make_recipe(name="near", classes=(f"{__name__}.Derived",))
+    assert Registry([TOY]).find(Derived()) is TOY
+    assert Registry([TOY, near]).find(Derived()) is near
+    assert Registry([TOY, near]).find(BiasedAttention()) is TOY
+
+
+def test_an_explicit_recipe_comes_before_an_installed_one() -> None:
+    name = "timm.models.swin_transformer_v2.WindowAttention"
+    mine = make_recipe(name="mine", classes=(name,))
+    fake = type("WindowAttention", (nn.Module,), {"__module__": name.rpartition(".")[0]})
+    assert Registry([mine]).find(fake()) is mine
+    installed = Registry().find(fake())
+    assert installed is not None and installed.name == "timm_swinv2"
+
+
+def test_by_name_names_the_known_recipes_when_it_fails() -> None:
+    registry = Registry([TOY])
+    assert registry.by_name("toy") is TOY
+    with pytest.raises(UsageError, match=r"'tow'.*timm_swinv2.*toy"):
+        registry.by_name("tow")
+
+
+def test_all_lists_every_recipe_once() -> None:
+    twice = make_recipe(classes=("a.A", "b.B"))
+    names = [recipe.name for recipe in Registry([twice]).all()]
+    assert sorted(names) == sorted(set(names))
+    assert {"toy", "timm_swinv2"} <= set(names)
+
+
+def test_a_broken_plugin_does_not_break_the_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    points = [
+        EntryPoint("tests.toy.BiasedAttention", "no_such_module_anywhere:recipe", GROUP),
+        EntryPoint("torch.nn.modules.linear.Linear", "tests.toy:TOY", GROUP),
+    ]
+    monkeypatch.setattr(recipe_module, "entry_points", lambda group: points)
+    registry = Registry()
+    assert registry.find(BiasedAttention()) is None
+    assert registry.find(nn.Linear(1, 1)) is TOY
+    assert registry.all() == [TOY]
+    assert "no_such_module_anywhere" in caplog.text
+
+
+def test_a_site_knows_its_parent() -> None:
+    model = make_model()
+    inner = model.get_submodule("blocks.1.attn")
+    assert Site("blocks.1.attn", inner, model).parent is model.get_submodule("blocks.1")
+    assert Site("", model, model).parent is None
+
+
+def test_a_recipe_file_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("from tests.toy import make_recipe\nrecipe = make_recipe(name='from_file')\n")
+    loaded = load_recipe_file(path)
+    assert isinstance(loaded, Recipe) and loaded.name == "from_file"
+
+
+@pytest.mark.parametrize("content", ["x = 1\n", "recipe = 'no recipe'\n"])
+def test_a_file_without_a_recipe_is_a_usage_error(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "other.py"
+    path.write_text(content)
+    with pytest.raises(UsageError, match="does not define"):
+        load_recipe_file(path)
+
+
+def test_a_missing_file_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="does not exist"):
+        load_recipe_file(tmp_path / "none.py")
