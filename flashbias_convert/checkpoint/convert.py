@@ -61,6 +61,7 @@ def convert_checkpoint(
     dry_run: bool = False,
     force: bool = False,
     progress: Progress | None = None,
+    on_plan: Callable[[Plan], None] | None = None,
 ) -> Conversion:
     """Convert a checkpoint and write the result beside it.
 
@@ -77,6 +78,7 @@ def convert_checkpoint(
         dry_run: plan only; nothing is written.
         force: replace an existing output of ours.
         progress: called with (done, total, name) after each site.
+        on_plan: called with the plan before anything is written, and also when nothing will be.
 
     Raises:
         UsageError: an option that makes no sense, or an output that exists.
@@ -99,8 +101,10 @@ def convert_checkpoint(
     }
     plan = _plan(opened, choices, dry_run)
     plan = dataclasses.replace(plan, arch=opened.architecture.to_json())
+    if on_plan is not None:
+        on_plan(plan)
+    require_patched(plan)
     if not dry_run:
-        require_patched(plan)
         _write(opened, target, plan, force)
     return Conversion(
         source=source,

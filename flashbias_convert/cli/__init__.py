@@ -1,0 +1,13 @@
+"""The command line. Only here are typer and rich imported, is anything printed, or exited."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run ``flashbias-convert`` and exit with its code, see `ExitCode`."""
+    from .app import run
+
+    sys.exit(run(sys.argv[1:] if argv is None else argv))

@@ -1,0 +1,198 @@
+"""What `convert` and `inspect` have in common: run a conversion, and tell about it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import FlashBiasError, UsageError
+from ..options import DecomposeOptions
+from .exit_codes import ExitCode
+from .output import Output
+from .values import json_object, load_recipes, torch_device
+
+if TYPE_CHECKING:  # these import torch, which takes seconds: not before the options are known
+    from ..checkpoint import Conversion
+    from ..plan import Plan
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for; the fields are the options of the command line."""
+
+    command: str
+    checkpoint: Path
+    output: Path | None
+    options: Mapping[str, Any]
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    recipe_files: tuple[Path, ...]
+    arch: str | None
+    arch_args: str | None
+    device: str
+    dtype: str
+    dry_run: bool
+    force: bool
+    report: Path | None
+    as_json: bool
+    verbose: int
+    quiet: bool
+
+
+def run_conversion(request: Request) -> int:
+    """Convert or inspect a checkpoint; returns the exit code.
+
+    Raises:
+        FlashBiasError: as `convert_checkpoint`; where there is a plan, the table was shown and the
+            report written, and the error carries the plan as JSON in `plan`.
+    """
+    options = DecomposeOptions(**request.options)
+    arch_args = json_object(request.arch_args)
+    _check_report(request)
+    output = Output(request.as_json, request.quiet, request.verbose)
+    started = time.perf_counter()
+    plans: list[Plan] = []
+    try:
+        done = _convert(request, options, arch_args, output, plans.append)
+    except FlashBiasError as error:
+        if plans:
+            _tell_failure(request, output, plans[0], error)
+        raise
+    _tell(request, output, done, time.perf_counter() - started)
+    return _exit_code(done.plan)
+
+
+def _convert(
+    request: Request,
+    options: DecomposeOptions,
+    arch_args: dict[str, Any],
+    output: Output,
+    on_plan: Callable[[Plan], None],
+) -> Conversion:
+    # nothing is ever downloaded; set before the libraries read it
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import torch
+
+    from ..checkpoint import convert_checkpoint
+
+    with output.progress("decomposing") as progress:
+        return convert_checkpoint(
+            request.checkpoint,
+            request.output,
+            options=options,
+            include=request.include,
+            exclude=request.exclude,
+            recipes=load_recipes(request.recipe_files),
+            arch=request.arch,
+            arch_args=arch_args,
+            device=torch_device(request.device),
+            dtype=getattr(torch, request.dtype),
+            dry_run=request.dry_run,
+            force=request.force,
+            progress=progress,
+            on_plan=on_plan,
+        )
+
+
+def _check_report(request: Request) -> None:
+    report = request.report
+    if report is None:
+        return
+    if report.exists() and not request.force:
+        raise UsageError(f"the report {report} exists", "choose another name")
+    if not report.parent.is_dir():
+        raise UsageError(f"the folder {report.parent} does not exist")
+    if report.exists() and request.checkpoint.exists() and report.samefile(request.checkpoint):
+        raise UsageError("the report would overwrite the checkpoint")
+
+
+def _tell(request: Request, output: Output, done: Conversion, seconds: float) -> None:
+    from .tables import notes, site_table, summary
+
+    def data() -> dict[str, Any]:
+        return _data(request, done, seconds)
+
+    for note in done.notes:
+        output.note(f"note: {note}")
+    output.result(
+        data,
+        f"{done.source}: {done.architecture}{_origin(done)}",
+        site_table(done.plan, output.width),
+        *notes(done.plan),
+        summary(done.plan, dry_run=request.dry_run),
+        *_how_to_go_on(request, done),
+    )
+    _write_report(request.report, data)
+
+
+def _tell_failure(request: Request, output: Output, plan: Plan, error: FlashBiasError) -> None:
+    """Show a plan that came to nothing; the error itself is told by the caller."""
+    from .tables import notes, site_table
+
+    if not request.as_json:
+        output.result(dict, site_table(plan, output.width), *notes(plan))
+    error.plan = plan.to_json()  # type: ignore[attr-defined]
+    _write_report(request.report, lambda: {"error": str(error), "plan": plan.to_json()})
+
+
+def _origin(done: Conversion) -> str:
+    known = done.architecture.origin
+    return "" if known == "the caller" else f" (from {known})"
+
+
+def _how_to_go_on(request: Request, done: Conversion) -> list[str]:
+    if done.output is None:
+        return [f"nothing was written; to convert: flashbias-convert {_quoted(request.checkpoint)}"]
+    arch = ", arch=..." if done.architecture.library == "caller" else ""
+    if done.architecture.factory is not None:
+        arch = f", arch={done.architecture.name.rpartition(':')[2]}"
+    return [
+        f"wrote {done.output} ({_megabytes(done.output)}) and {done.plan_file}",
+        "to load it:",
+        "    from flashbias_convert import load_model",
+        f'    model = load_model("{done.output}"{arch})',
+    ]
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))
+
+
+def _megabytes(path: Path) -> str:
+    files = path.iterdir() if path.is_dir() else [path]
+    return f"{sum(f.stat().st_size for f in files) / 1e6:.1f} MB"
+
+
+def _data(request: Request, done: Conversion, seconds: float) -> dict[str, Any]:
+    return {
+        "command": request.command,
+        "dry_run": request.dry_run,
+        "input": str(done.source),
+        "output": None if done.output is None else str(done.output),
+        "plan_file": None if done.plan_file is None else str(done.plan_file),
+        "architecture": str(done.architecture),
+        "notes": list(done.notes),
+        "counts": done.plan.counts(),
+        "seconds": round(seconds, 3),
+        "exit_code": int(_exit_code(done.plan)),
+        "plan": done.plan.to_json(),
+    }
+
+
+def _write_report(path: Path | None, data: Callable[[], Mapping[str, Any]]) -> None:
+    if path is None:
+        return
+    try:
+        path.write_text(json.dumps(data(), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"the report {path} cannot be written: {error.strerror}") from error
+
+
+def _exit_code(plan: Plan) -> ExitCode:
+    return ExitCode.PARTLY if plan.with_status("failed") else ExitCode.DONE

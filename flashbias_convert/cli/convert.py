@@ -1,0 +1,92 @@
+"""``flashbias-convert convert``: the command that may be left out."""
+
+from __future__ import annotations
+
+from .conversion import Request, run_conversion
+from .parameters import (
+    ArchArgsOpt,
+    ArchOpt,
+    CheckpointArg,
+    ComputeDtype,
+    DebugOpt,
+    DeviceOpt,
+    DryRunOpt,
+    DtypeOpt,
+    EnergyOpt,
+    ExcludeOpt,
+    ForceAllOpt,
+    ForceOpt,
+    IncludeOpt,
+    JsonOpt,
+    MaxAttentionErrorOpt,
+    MaxRankOpt,
+    Method,
+    MethodOpt,
+    OutputOpt,
+    QuietOpt,
+    RecipeOpt,
+    ReportOpt,
+    TargetOpt,
+    TokensOpt,
+    VerboseOpt,
+)
+
+
+def convert(
+    checkpoint: CheckpointArg,
+    output: OutputOpt = None,
+    energy: EnergyOpt = 0.99,
+    method: MethodOpt = Method.auto,
+    max_rank: MaxRankOpt = None,
+    max_attention_error: MaxAttentionErrorOpt = 0.25,
+    include: IncludeOpt = None,
+    exclude: ExcludeOpt = None,
+    force_all: ForceAllOpt = False,
+    target: TargetOpt = None,
+    tokens: TokensOpt = None,
+    recipe: RecipeOpt = None,
+    arch: ArchOpt = None,
+    arch_args: ArchArgsOpt = None,
+    device: DeviceOpt = "cpu",
+    dtype: DtypeOpt = ComputeDtype.float32,
+    dry_run: DryRunOpt = False,
+    force: ForceOpt = False,
+    report: ReportOpt = None,
+    json: JsonOpt = False,
+    debug: DebugOpt = False,
+    verbose: VerboseOpt = 0,
+    quiet: QuietOpt = False,
+) -> int:
+    """Convert a checkpoint and write the result beside it.
+
+    Every attention module that adds a bias gets, head by head, the cheapest form of that bias
+    that is good enough. The original is never changed.
+    """
+    request = Request(
+        command="convert",
+        checkpoint=checkpoint,
+        output=output,
+        options={
+            "energy": energy,
+            "method": method.value,
+            "max_rank": max_rank,
+            "max_attention_error": max_attention_error,
+            "target": target,
+            "tokens": tokens,
+            "force_all": force_all,
+        },
+        include=tuple(include or ()),
+        exclude=tuple(exclude or ()),
+        recipe_files=tuple(recipe or ()),
+        arch=arch,
+        arch_args=arch_args,
+        device=device,
+        dtype=dtype.value,
+        dry_run=dry_run,
+        force=force,
+        report=report,
+        as_json=json,
+        verbose=verbose,
+        quiet=quiet,
+    )
+    return run_conversion(request)

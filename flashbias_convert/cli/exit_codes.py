@@ -1,0 +1,38 @@
+"""What the exit code of the program says."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from ..errors import NothingToConvertError, UnknownArchitectureError, UsageError
+
+
+class ExitCode(IntEnum):
+    """Exit codes of every command.
+
+    A checkpoint with NaN in a bias: if other sites were converted, the file is written, the
+    damaged sites stay as they were, and the code is PARTLY. If no site was converted because
+    those that were tried failed, nothing is written and the code is FAILED, not NOTHING: a
+    script may pass over NOTHING, which means that the model is fine as it is.
+    """
+
+    DONE = 0
+    #: a missing, damaged or unsafe file, a full disk, or no site converted because sites failed
+    FAILED = 1
+    #: a bad option or pattern, an unknown or ambiguous architecture, an output that exists
+    USAGE = 2
+    #: no site, or all left alone; nothing is written
+    NOTHING = 3
+    #: the outputs do not agree; nothing is written
+    NOT_VERIFIED = 4
+    #: some sites failed and stayed as they were; the file is written
+    PARTLY = 5
+
+
+def exit_code_of(error: BaseException) -> ExitCode:
+    """The exit code for an error."""
+    if isinstance(error, UsageError | UnknownArchitectureError):
+        return ExitCode.USAGE
+    if isinstance(error, NothingToConvertError):
+        return ExitCode.NOTHING
+    return ExitCode.FAILED

@@ -1,0 +1,85 @@
+"""``flashbias-convert inspect``: decide, and change nothing."""
+
+from __future__ import annotations
+
+from .conversion import Request, run_conversion
+from .parameters import (
+    ArchArgsOpt,
+    ArchOpt,
+    CheckpointArg,
+    ComputeDtype,
+    DebugOpt,
+    DeviceOpt,
+    DtypeOpt,
+    EnergyOpt,
+    ExcludeOpt,
+    ForceAllOpt,
+    IncludeOpt,
+    JsonOpt,
+    MaxAttentionErrorOpt,
+    MaxRankOpt,
+    Method,
+    MethodOpt,
+    QuietOpt,
+    RecipeOpt,
+    ReportOpt,
+    TargetOpt,
+    TokensOpt,
+    VerboseOpt,
+)
+
+
+def inspect(
+    checkpoint: CheckpointArg,
+    energy: EnergyOpt = 0.99,
+    method: MethodOpt = Method.auto,
+    max_rank: MaxRankOpt = None,
+    max_attention_error: MaxAttentionErrorOpt = 0.25,
+    include: IncludeOpt = None,
+    exclude: ExcludeOpt = None,
+    force_all: ForceAllOpt = False,
+    target: TargetOpt = None,
+    tokens: TokensOpt = None,
+    recipe: RecipeOpt = None,
+    arch: ArchOpt = None,
+    arch_args: ArchArgsOpt = None,
+    device: DeviceOpt = "cpu",
+    dtype: DtypeOpt = ComputeDtype.float32,
+    report: ReportOpt = None,
+    json: JsonOpt = False,
+    debug: DebugOpt = False,
+    verbose: VerboseOpt = 0,
+    quiet: QuietOpt = False,
+) -> int:
+    """Show what convert would do, and change nothing.
+
+    The exit code is the one that convert would end with.
+    """
+    request = Request(
+        command="inspect",
+        checkpoint=checkpoint,
+        output=None,
+        options={
+            "energy": energy,
+            "method": method.value,
+            "max_rank": max_rank,
+            "max_attention_error": max_attention_error,
+            "target": target,
+            "tokens": tokens,
+            "force_all": force_all,
+        },
+        include=tuple(include or ()),
+        exclude=tuple(exclude or ()),
+        recipe_files=tuple(recipe or ()),
+        arch=arch,
+        arch_args=arch_args,
+        device=device,
+        dtype=dtype.value,
+        dry_run=True,
+        force=False,
+        report=report,
+        as_json=json,
+        verbose=verbose,
+        quiet=quiet,
+    )
+    return run_conversion(request)

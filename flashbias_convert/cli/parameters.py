@@ -1,0 +1,187 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_WHAT = "What to convert"
+_MODEL = "Which model"
+_OUT = "Output"
+
+
+class Method(StrEnum):
+    """Values of ``--method``."""
+
+    auto = "auto"
+    exact = "exact"
+    svd = "svd"
+    neural = "neural"
+
+
+class ComputeDtype(StrEnum):
+    """Values of ``--dtype``."""
+
+    float32 = "float32"
+    float64 = "float64"
+
+
+CheckpointArg = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CHECKPOINT",
+        help="A .safetensors .ckpt .pt .pth .bin file, an index of shards, or a folder.",
+        show_default=False,
+    ),
+]
+EnergyOpt = Annotated[
+    float,
+    typer.Option(
+        help="Share of the bias to keep, in (0, 1]: squared singular values of the row-centred "
+        "bias. 1 means exact terms only.",
+        rich_help_panel=_WHAT,
+    ),
+]
+MethodOpt = Annotated[Method, typer.Option(help="How biases become terms.", rich_help_panel=_WHAT)]
+MaxRankOpt = Annotated[
+    int | None, typer.Option(help="Cap on the rank of a head.", rich_help_panel=_WHAT)
+]
+MaxAttentionErrorOpt = Annotated[
+    float,
+    typer.Option(
+        help="Largest accepted change of the softmax of a bias (total variation, 0 to 1).",
+        rich_help_panel=_WHAT,
+    ),
+]
+IncludeOpt = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="Only this site: its name, or re:PATTERN for whole names. Repeatable.",
+        rich_help_panel=_WHAT,
+        show_default=False,
+    ),
+]
+ExcludeOpt = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="Not this site; wins over --include. Repeatable.",
+        rich_help_panel=_WHAT,
+        show_default=False,
+    ),
+]
+ForceAllOpt = Annotated[
+    bool,
+    typer.Option(
+        "--force-all", help="Also sites that would not get faster.", rich_help_panel=_WHAT
+    ),
+]
+TargetOpt = Annotated[
+    str | None,
+    typer.Option(
+        help="Card class whose costs decide, such as h100. Default: the card of this machine.",
+        rich_help_panel=_WHAT,
+        show_default=False,
+    ),
+]
+TokensOpt = Annotated[
+    int | None,
+    typer.Option(
+        help="Sequence length, for models that leave it open.",
+        rich_help_panel=_WHAT,
+        show_default=False,
+    ),
+]
+RecipeOpt = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="FILE",
+        help="A Python file with a recipe; it is executed. Repeatable.",
+        rich_help_panel=_MODEL,
+        show_default=False,
+    ),
+]
+ArchOpt = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="timm:NAME, transformers:CLASS, or package.module:function, which is imported.",
+        rich_help_panel=_MODEL,
+        show_default=False,
+    ),
+]
+ArchArgsOpt = Annotated[
+    str | None,
+    typer.Option(
+        metavar="JSON",
+        help="Arguments for building the model, such as '{\"img_size\": 32}'.",
+        rich_help_panel=_MODEL,
+        show_default=False,
+    ),
+]
+DeviceOpt = Annotated[
+    str, typer.Option(help="Where biases are decomposed.", rich_help_panel=_MODEL)
+]
+DtypeOpt = Annotated[
+    ComputeDtype,
+    typer.Option(
+        help="In which biases are computed. Weights are written in the dtypes they came in.",
+        rich_help_panel=_MODEL,
+    ),
+]
+ReportOpt = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Write everything that was decided, as JSON.",
+        rich_help_panel=_OUT,
+        show_default=False,
+    ),
+]
+JsonOpt = Annotated[
+    bool,
+    typer.Option("--json", metavar="", help="One JSON object on stdout.", rich_help_panel=_OUT),
+]
+DebugOpt = Annotated[
+    bool, typer.Option("--debug", metavar="", help="Show tracebacks.", rich_help_panel=_OUT)
+]
+VerboseOpt = Annotated[
+    int,
+    typer.Option(
+        "--verbose",
+        "-v",
+        count=True,
+        help="Say more; -vv for details.",
+        rich_help_panel=_OUT,
+        show_default=False,
+        metavar="",
+    ),
+]
+QuietOpt = Annotated[
+    bool,
+    typer.Option("--quiet", "-q", metavar="", help="Say nothing but errors.", rich_help_panel=_OUT),
+]
+OutputOpt = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="PATH",
+        help="Default: NAME.flashbias.safetensors beside a file, a folder NAME.flashbias beside "
+        "a folder.",
+        rich_help_panel=_OUT,
+        show_default=False,
+    ),
+]
+ForceOpt = Annotated[
+    bool,
+    typer.Option("--force", metavar="", help="Replace an existing output.", rich_help_panel=_OUT),
+]
+DryRunOpt = Annotated[
+    bool,
+    typer.Option("--dry-run", metavar="", help="Decide, but write nothing.", rich_help_panel=_OUT),
+]

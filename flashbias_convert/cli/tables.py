@@ -1,0 +1,158 @@
+"""Tables for people: one row per site, or per group of alike sites where there are many."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import mean
+
+from rich import box
+from rich.table import Table
+
+from ..decompose.decision import HeadDecision
+from ..plan import Plan, SitePlan
+
+#: more sites than this are grouped; more groups than this are cut
+MAX_ROWS = 40
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Sites that are shown as one."""
+
+    name: str
+    sites: Sequence[SitePlan]
+
+    @property
+    def first(self) -> SitePlan:
+        return self.sites[0]
+
+    def decisions(self) -> list[HeadDecision]:
+        return [d for site in self.sites for d in site.decisions]
+
+    def over_heads(
+        self, fold: Callable[[list[float]], float], of: Callable[[HeadDecision], float], form: str
+    ) -> str:
+        """A number over all heads, formatted; "" where nothing was decomposed."""
+        values = [of(d) for d in self.decisions()]
+        return format(fold(values), form) if values else ""
+
+    def rank(self) -> str:
+        ranks = [rank for site in self.sites for rank in site.ranks()]
+        return f"{mean(ranks):.1f}/{max(ranks)}" if ranks else ""
+
+
+def _root_mean_square(values: Iterable[float]) -> float:
+    return math.sqrt(mean(v * v for v in values))
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A column; it is left out where the terminal has fewer columns than `from_width`."""
+
+    title: str
+    cell: Callable[[_Row], str]
+    number: bool = True
+    from_width: int = 0
+
+
+_COLUMNS = (
+    _Column("site", lambda r: r.name, number=False),
+    _Column("N", lambda r: _size(r.first)),
+    _Column("heads", lambda r: str(r.first.heads or ""), from_width=100),
+    _Column("terms", lambda r: " ".join(r.first.terms()), number=False, from_width=80),
+    _Column("rank\nmean/max", _Row.rank),
+    _Column("energy\n%", lambda r: r.over_heads(min, lambda d: 100 * d.energy, ".2f")),
+    _Column(
+        "logit\nmax",
+        lambda r: r.over_heads(max, lambda d: d.logit_error_max, ".2g"),
+        from_width=100,
+    ),
+    _Column(
+        "error\nrms",
+        lambda r: r.over_heads(_root_mean_square, lambda d: d.logit_error_rms, ".2g"),
+        from_width=100,
+    ),
+    _Column("attn\nerror", lambda r: r.over_heads(max, lambda d: d.attention_error, ".3f")),
+    _Column("decision", lambda r: r.first.status, number=False),
+)
+
+
+def _size(site: SitePlan) -> str:
+    if not site.n:
+        return ""
+    return str(site.n) if site.n == site.m else f"{site.n}x{site.m}"
+
+
+def site_table(plan: Plan, width: int) -> Table:
+    """The sites of a plan.
+
+    Args:
+        plan: what was decided.
+        width: columns of the terminal; a narrow one gets fewer columns.
+    """
+    rows = _rows(plan.sites)
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    columns = [c for c in _COLUMNS if width >= c.from_width]
+    longest = max((len(row.name) for row in rows[:MAX_ROWS]), default=0)
+    for column in columns:
+        table.add_column(
+            column.title,
+            justify="right" if column.number else "left",
+            no_wrap=column.title not in ("site", "terms"),
+            min_width=min(longest, width // 3) if column.title == "site" else None,
+            overflow="fold",
+        )
+    for row in rows[:MAX_ROWS]:
+        table.add_row(*(column.cell(row) for column in columns))
+    caption = ["energy: of the lowest head; errors: of the largest head, rms over all heads"]
+    if len(rows) < len(plan.sites):
+        caption.append(f"{len(plan.sites)} sites, alike ones in one row (* is any number)")
+    if len(rows) > MAX_ROWS:
+        caption.append(f"{len(rows) - MAX_ROWS} more rows are left out; --report FILE has all")
+    table.caption = "\n".join(caption)
+    table.caption_justify = "left"
+    return table
+
+
+def _rows(sites: Sequence[SitePlan]) -> list[_Row]:
+    if len(sites) <= MAX_ROWS:
+        return [_Row(site.name or "(the model)", (site,)) for site in sites]
+    groups: dict[tuple[object, ...], list[SitePlan]] = {}
+    for site in sites:
+        pattern = re.sub(r"\d+", "*", site.name)
+        key = (pattern, site.n, site.m, site.heads, site.terms(), site.status)
+        groups.setdefault(key, []).append(site)
+    return [
+        _Row(f"{key[0]} ({len(own)})" if len(own) > 1 else own[0].name, own)
+        for key, own in groups.items()
+    ]
+
+
+def notes(plan: Plan) -> list[str]:
+    """Why sites were not patched, and warnings: each text once, with the sites it is about."""
+    about: dict[str, list[str]] = {}
+    for site in plan.sites:
+        if site.status != "patched":
+            about.setdefault(f"{site.status}: {site.reason}", []).append(site.name)
+        for warning in site.warnings:
+            about.setdefault(f"warning: {warning}", []).append(site.name)
+    return [f"{text} [{_names(names)}]" for text, names in about.items()]
+
+
+def _names(names: Sequence[str], limit: int = 3) -> str:
+    rest = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def summary(plan: Plan, *, dry_run: bool = False) -> str:
+    """One line: how many sites ended how, and the ranks."""
+    verb = "would be converted" if dry_run else "converted"
+    parts = [f"{len(plan.patched)} of {len(plan.sites)} sites {verb}"]
+    parts += [f"{n} {status}" for status, n in plan.counts().items() if status != "patched"]
+    ranks = [rank for site in plan.patched for rank in site.ranks()]
+    if ranks:
+        parts.append(f"rank {mean(ranks):.1f} on average, {max(ranks)} at most")
+    return ", ".join(parts)
