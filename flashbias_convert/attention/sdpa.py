@@ -26,6 +26,8 @@ def sdpa_attention(
 
     Shapes as in `flashbias_attention`.
     """
+    if q.numel() == 0:  # torch's fused kernels refuse some empty shapes
+        return q.new_empty((*q.shape[:-1], v.shape[-1]))
     groups = q.shape[-3] // k.shape[-3]
     query, key, scale = _scaled(q, k, args)
     key, value = _repeat(key, groups), _repeat(v, groups)

@@ -143,7 +143,7 @@ def attention_kernel(
             position = tl.load(
                 _at(pos_q_ptr, pos_q_strides, b0, b1, b2) + safe_m * pos_q_strides[3]
             )
-        row_slope = tl.zeros([BM], tl.float32) + slope * LOG2E
+        row_slope = tl.zeros([BM], tl.float32) + slope
         if alibi_rows_ptr is not None:
             row_slope *= _rows(alibi_rows_ptr, alibi_rows_strides, b0, b1, b2, g, safe_m)
         if pos_k_ptr is not None:
@@ -156,7 +156,7 @@ def attention_kernel(
     if ids_ptr is not None:
         region = tl.load(_at(ids_ptr, ids_strides, b0, b1, b2) + safe_m * ids_strides[3])
         key_ids_ptr = _at(key_ids_ptr, key_ids_strides, b0, b1, b2)
-        region_row = tl.zeros([BM], tl.float32) + region_value * LOG2E
+        region_row = tl.zeros([BM], tl.float32) + region_value
         if region_rows_ptr is not None:
             region_row *= _rows(region_rows_ptr, region_rows_strides, b0, b1, b2, g, safe_m)
     if dense_ptr is not None:
@@ -183,7 +183,8 @@ def attention_kernel(
     if dense_ptr is not None:
         dense_ptrs = dense_ptr[:, None] + offs_n[None, :] * dense_strides[5]
 
-    to_exp2 = size * LOG2E
+    # without elementwise terms the scale waits for the exponential, where it is free
+    to_exp2 = LOG2E if ELEMENTWISE else size * LOG2E
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BLOCK_DV], tl.float32)
@@ -218,9 +219,9 @@ def attention_kernel(
                 x = tl.dot(phi_q, phi_k, x, input_precision="ieee")
 
             if ELEMENTWISE:
-                x = x * to_exp2
+                x = x * size
                 if key_bias_ptr is not None:
-                    key = tl.load(key_bias_ptr + safe_k * key_bias_strides[4]) * LOG2E
+                    key = tl.load(key_bias_ptr + safe_k * key_bias_strides[4])
                     if key_bias_rows_ptr is not None:
                         x += key_bias_row[:, None] * key[None, :]
                     else:
@@ -235,7 +236,7 @@ def attention_kernel(
                     x += row_slope[:, None] * distance.to(tl.float32)
                 if table_ptr is not None:
                     key_code = tl.load(codes_k_ptr + safe_k)
-                    entry = tl.load(table_ptr + (code[:, None] + key_code[None, :])) * LOG2E
+                    entry = tl.load(table_ptr + (code[:, None] + key_code[None, :]))
                     if table_rows_ptr is not None:
                         entry = entry * table_row[:, None]
                     x += entry
@@ -247,7 +248,7 @@ def attention_kernel(
                     cell = _tile(
                         dense_ptrs + far * dense_strides[5], in_keys[None, :], None, MASKED, False
                     )  # (BM, BN)
-                    cell = cell.to(tl.float32) * LOG2E
+                    cell = cell.to(tl.float32)
                     if dense_rows_ptr is not None:
                         cell = cell * dense_row[:, None]
                     x += cell
@@ -263,13 +264,9 @@ def attention_kernel(
             new_top = tl.maximum(top, tl.max(x, 1))
             # where nothing is visible yet, -inf - -inf would be NaN
             level = tl.where(new_top == float("-inf"), 0.0, new_top)
-            if ELEMENTWISE:
-                p = tl.exp2(x - level[:, None])
-                shrink = tl.exp2(top - level)
-            else:
-                level = level * to_exp2
-                p = tl.exp2(x * to_exp2 - level[:, None])
-                shrink = tl.exp2(top * to_exp2 - level)
+            # one fused multiply-add each: only the difference is rounded
+            p = tl.exp2(x * to_exp2 - (level * to_exp2)[:, None])
+            shrink = tl.exp2(top * to_exp2 - level * to_exp2)
             total = total * shrink + tl.sum(p, 1)
             acc = acc * shrink[:, None]
             v = _tile(

@@ -1,0 +1,389 @@
+"""Every backend computes the formula, for every kind of bias, in every dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashbias_convert import Alibi, Dense, KeyBias, LowRank, Regions, ScoreBias
+from flashbias_convert.attention import PreparedBias, flashbias_attention
+from tests.support import assert_parity
+
+from .cases import BIASES, Inputs, plain_of, truth_of, views
+
+OPTIONS = {
+    "plain": {},
+    "causal-cosine": {"causal": True, "cosine": True, "scale": 8.0},
+    "mask": {"masked": True},
+}
+
+
+def check(x: Inputs, bias: ScoreBias | None, backend: str, **options: object) -> None:
+    actual = flashbias_attention(x.q, x.k, x.v, bias, backend=backend, **options)  # type: ignore[arg-type]
+    assert actual.dtype == x.dtype
+    assert_parity(actual, plain_of(x, bias, **options), truth_of(x, bias, **options))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", BIASES)
+def test_every_bias(
+    name: str, options: str, backend: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Two draws are judged together: one draw's largest error is too much a matter of luck."""
+    parts = []
+    for seed in (0, 1):
+        x = Inputs(device, dtype, n=33, m=47, d=24, dv=16, heads=3, seed=seed)
+        settings: dict[str, object] = dict(OPTIONS[options])
+        if settings.pop("masked", False):
+            mask = x.integers(3, 2, x.m) > 0
+            mask[0, :] = False
+            settings["key_mask"] = mask
+        bias = BIASES[name](x)
+        out = flashbias_attention(x.q, x.k, x.v, bias, backend=backend, **settings)  # type: ignore[arg-type]
+        parts.append((out, plain_of(x, bias, **settings), truth_of(x, bias, **settings)))
+    assert_parity(*(torch.stack(each) for each in zip(*parts, strict=True)))
+
+
+@pytest.mark.parametrize("d", [8, 16, 24, 30, 32, 40, 64, 72, 80, 96, 128, 160])
+def test_head_sizes(d: int, kernel: str, device: torch.device) -> None:
+    x = Inputs(device, torch.float16, n=70, d=d, heads=1)
+    # all of the signal sits in the last features: a head size fixed inside would lose it
+    x.q[..., : d // 2] = 0
+    x.q[..., d // 2 :] *= 4
+    check(x, x.bias(x.low_rank(3)), kernel)
+
+
+def test_head_sizes_of_values_differ(kernel: str, device: torch.device) -> None:
+    check(Inputs(device, torch.float16, n=33, d=16, dv=70), None, kernel)
+
+
+@pytest.mark.parametrize("n", [1, 16, 49, 63, 64, 65, 113, 144, 192, 197, 239, 255])
+def test_lengths(n: int, kernel: str, device: torch.device) -> None:
+    """A constant bias of -10 and values of one: any key outside would take nearly all weight."""
+    x = Inputs(device, torch.float16, batch=(1,), n=n, heads=1)
+    x.v.fill_(1.0)
+    bias = x.bias(KeyBias(values=torch.full((1, n), -10.0, device=device)), x.low_rank(2))
+    out = flashbias_attention(x.q, x.k, x.v, bias, backend=kernel)
+    assert (out - 1).abs().max() <= 2**-10
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 7, 15, 17, 56])
+@pytest.mark.parametrize("split", [None, 0])
+def test_ranks(rank: int, split: int | None, kernel: str, device: torch.device) -> None:
+    x = Inputs(device, torch.float16, n=66, d=8, heads=1)
+    check(x, x.bias(x.low_rank(rank, split=split)), kernel)
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 20), (20, 1), (1, 1), (3, 200), (130, 7)])
+def test_queries_and_keys_differ(n: int, m: int, backend: str, device: torch.device) -> None:
+    x = Inputs(device, torch.float32, n=n, m=m, heads=4, d=32)
+    check(x, x.bias(x.low_rank(4), x.alibi()), backend)
+    check(x, x.bias(x.low_rank(4), x.alibi()), backend, causal=n <= m)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_grouped_query_heads(
+    kv_heads: int, backend: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    x = Inputs(device, dtype, heads=4, kv_heads=kv_heads)
+    check(x, x.bias(x.low_rank(), x.alibi()), backend)
+
+
+# -- batch dimensions ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lead", [(), (3,), (2, 1), (1, 3), (2, 3), (1, 1)])
+def test_batch_dimensions_broadcast(
+    lead: tuple[int, ...], backend: str, device: torch.device
+) -> None:
+    """Windows (b, nW), triangle rows (b, rows) with a bias of (b, 1), types of windows."""
+    x = Inputs(device, batch=(2, 3), n=20)
+    bias = x.bias(x.low_rank(3, batch=lead), x.dense(batch=lead), x.key_bias(batch=lead))
+    expanded = x.bias(
+        Dense(bias=bias.dense(x.n, x.m, dtype=torch.float32).expand(2, 3, -1, -1, -1))
+    )
+    out = flashbias_attention(x.q, x.k, x.v, bias, backend=backend)
+    assert_parity(out, plain_of(x, expanded), truth_of(x, expanded))
+
+
+def test_tensors_of_one_bias_broadcast_differently(backend: str, device: torch.device) -> None:
+    x = Inputs(device, batch=(2, 3, 4), n=17, heads=2)
+    bias = x.bias(x.rows(x.low_rank(2, batch=(4,)), batch=(2, 1, 1)), x.regions((3, 1)))
+    check(x, bias, backend)
+
+
+def test_more_batch_dimensions_than_the_kernel_walks(kernel: str, device: torch.device) -> None:
+    x = Inputs(device, batch=(2, 2, 2, 2, 3), n=5, heads=1)
+    bias = x.bias(x.dense(batch=(2, 1, 2, 1, 3)), x.regions((1, 2, 1, 2, 1)))
+    check(x, bias, kernel)
+
+
+def test_key_mask_broadcasts(backend: str, device: torch.device) -> None:
+    x = Inputs(device, batch=(2, 3), n=20)
+    mask = x.integers(2, 2, 1, x.m).bool()
+    check(x, x.bias(x.low_rank(2)), backend, key_mask=mask)
+
+
+@pytest.mark.parametrize("sizes", [{"batch": (0,)}, {"n": 0}, {"batch": (2, 0)}])
+def test_empty(sizes: dict, backend: str, device: torch.device) -> None:
+    x = Inputs(device, m=5, **{"n": 4, **sizes})
+    out = flashbias_attention(x.q, x.k, x.v, None, backend=backend)
+    assert out.shape == x.q.shape
+
+
+# -- layouts -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "phi_q", "phi_k", "dense", "table", "values"])
+def test_any_strides(which: str, kernel: str, device: torch.device) -> None:
+    """One tensor at a time in another layout: reading it with a neighbour's strides would show."""
+    import dataclasses
+
+    x = Inputs(device, torch.float16, n=20, m=20, heads=3)
+    terms = [x.low_rank(), x.dense(), x.table(), x.key_bias()]
+    expected = flashbias_attention(x.q, x.k, x.v, x.bias(*terms), backend=kernel)
+    source = getattr(x, which, None)
+    if isinstance(source, torch.Tensor):
+        for view in views(source):
+            call = {"q": x.q, "k": x.k, "v": x.v, which: view}
+            out = flashbias_attention(**call, bias=x.bias(*terms), backend=kernel)
+            assert torch.equal(out, expected)
+        return
+    field = "bias" if which == "dense" else which
+    at = next(i for i, t in enumerate(terms) if hasattr(t, field))
+    for view in views(getattr(terms[at], field)):
+        other = [dataclasses.replace(t, **{field: view}) if i == at else t
+                 for i, t in enumerate(terms)]  # fmt: skip
+        assert torch.equal(
+            flashbias_attention(x.q, x.k, x.v, x.bias(*other), backend=kernel), expected
+        )
+
+
+def test_heads_of_transposed_views_differ(backend: str, device: torch.device) -> None:
+    """(B, N, H, D) transposed: heads must not all read head 0; ten runs give the same bits."""
+    base = torch.randn(2, 64, 3, 32, generator=torch.Generator().manual_seed(1)).to(device)
+    q = k = base.transpose(1, 2)
+    v = (base + torch.arange(3, device=device)[:, None] * 10).transpose(1, 2)
+    outs = [flashbias_attention(q, k, v, backend=backend) for _ in range(10)]
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    means = outs[0].mean((0, 2, 3)).cpu()
+    assert torch.allclose(means, torch.tensor([0.0, 10.0, 20.0]), atol=0.5)
+
+
+def test_nothing_is_read_outside_the_tensors(kernel: str, device: torch.device) -> None:
+    """The memory around every tensor holds NaN; sizes differ from all padded sizes."""
+    x = Inputs(device, torch.float16, n=43, m=43, d=24, dv=40, heads=2, batch=(1,))
+    low_rank, dense = x.low_rank(7), x.dense()
+
+    def surrounded(t: torch.Tensor) -> torch.Tensor:
+        shape = [s + 2 * 5 for s in t.shape[-3:]]
+        big = torch.full((*t.shape[:-3], *shape), float("nan"), dtype=t.dtype, device=device)
+        inner = big[..., 5:-5, 5:-5, 5:-5]
+        inner.copy_(t)
+        return inner
+
+    bias = x.bias(
+        LowRank(phi_q=surrounded(low_rank.phi_q), phi_k=surrounded(low_rank.phi_k)),
+        Dense(bias=surrounded(dense.bias)),
+    )
+    x.q, x.k, x.v = surrounded(x.q), surrounded(x.k), surrounded(x.v)
+    check(x, bias, kernel)
+
+
+def test_output_is_laid_out_for_merging_heads(kernel: str, device: torch.device) -> None:
+    x = Inputs(device, torch.float16)
+    out = flashbias_attention(x.q, x.k, x.v, backend=kernel)
+    assert out.transpose(-2, -3).is_contiguous()
+
+
+# -- meaning of the arguments --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5, 1.0, -0.7, 1e-6, 30.0])
+def test_scale_is_taken_as_given(
+    scale: float, backend: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    x = Inputs(device, dtype, n=20)
+    check(x, x.bias(x.low_rank(3), x.table()), backend, scale=scale)
+    check(x, x.bias(x.low_rank(3)), backend, scale=scale)
+
+
+def test_scale_zero_leaves_the_bias_alone(backend: str, device: torch.device) -> None:
+    x = Inputs(device, n=20)
+    bias = x.bias(x.dense())
+    expected = bias.dense(20, 20).softmax(-1) @ x.v
+    out = flashbias_attention(x.q, x.k, x.v, bias, scale=0.0, backend=backend)
+    assert torch.allclose(out, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("cosine", [False, True])
+def test_scale_per_head(
+    cosine: bool, backend: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    x = Inputs(device, dtype, n=20, heads=4)
+    scale = torch.tensor([0.0, 0.3, 10.0, 100.0] if cosine else [0.0, 0.3, -1.0, 2.0])
+    check(x, x.bias(x.low_rank(3)), backend, scale=scale.to(device), cosine=cosine)
+
+
+def test_cosine_keeps_zero_rows(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Padding tokens are zero, and half-precision normalisation divides by zero on them."""
+    x = Inputs(device, dtype, n=20)
+    x.k[..., :7, :] = 0
+    x.q[..., 3:9, :] = 0
+    truth = truth_of(x, None, cosine=True, scale=10.0)
+    out = flashbias_attention(x.q, x.k, x.v, cosine=True, scale=10.0, backend=backend)
+    assert out.isfinite().all()
+    assert (out - truth).abs().max() < 0.05
+
+
+def test_causal_is_aligned_at_the_last_key(backend: str, device: torch.device) -> None:
+    """Decoding with a cache equals the last rows of the full pass."""
+    x = Inputs(device, n=9, heads=2)
+    bias = x.bias(x.alibi())
+    full = flashbias_attention(x.q, x.k, x.v, bias, causal=True, backend=backend)
+    for rows in (1, 3):
+        part = flashbias_attention(
+            x.q[..., -rows:, :], x.k, x.v, bias, causal=True, backend=backend
+        )
+        assert torch.allclose(part, full[..., -rows:, :], atol=1e-5)
+    early = flashbias_attention(
+        x.q[..., 2:4, :], x.k, x.v, bias, causal=True, query_start=2, backend=backend
+    )
+    assert torch.allclose(early, full[..., 2:4, :], atol=1e-5)
+
+
+def test_query_start_per_batch_entry(backend: str, device: torch.device) -> None:
+    x = Inputs(device, batch=(3,), n=4, m=11)
+    bias = x.bias(x.alibi(symmetric=True))
+    starts = torch.tensor([0, 5, -2], device=device)
+    out = flashbias_attention(x.q, x.k, x.v, bias, causal=True, query_start=starts, backend=backend)
+    for i, start in enumerate([0, 5, -2]):
+        one = flashbias_attention(
+            x.q[i], x.k[i], x.v[i], bias, causal=True, query_start=start, backend=backend
+        )
+        assert torch.allclose(out[i], one, atol=1e-5)
+    assert (out[2, :, :2] == 0).all(), "rows before the first key see nothing"
+
+
+def test_rows_without_any_visible_key_are_zero(
+    backend: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    x = Inputs(device, dtype, n=5, m=5)
+    mask = torch.ones(2, 5, dtype=torch.bool, device=device)
+    mask[0] = False
+    mask[1, 0] = False
+    out = flashbias_attention(
+        x.q, x.k, x.v, x.bias(x.dense()), key_mask=mask, causal=True, backend=backend
+    )
+    assert out.isfinite().all()
+    assert (out[0] == 0).all()
+    assert (out[1, :, 0] == 0).all(), "the first query sees only a masked key"
+    assert (out[1, :, 1:] != 0).any()
+
+
+def test_finite_masks_stay_finite(backend: str, device: torch.device) -> None:
+    """A shift mask of -100 against a bias of +60 and scores of +30: masked keys may win."""
+    x = Inputs(device, torch.float16, n=8, heads=1)
+    ids = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1], device=device)
+    other = ids[:, None] != ids[None, :]
+    bias = x.bias(Regions(ids=ids, value=-100.0), Dense(bias=(60.0 * other)[None]))
+    x.q *= 40
+    check(x, bias, backend)
+    hard = x.bias(Regions(ids=ids, value=-1e30), Dense(bias=(60.0 * other)[None]))
+    soft_out = flashbias_attention(x.q, x.k, x.v, bias, backend=backend)
+    hard_out = flashbias_attention(x.q, x.k, x.v, hard, backend=backend)
+    assert (soft_out - hard_out).abs().max() > 0.1, "the inputs must make the difference visible"
+
+
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
+def test_a_bias_of_another_dtype(
+    wide: torch.dtype, backend: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    x = Inputs(device, dtype)
+    bias = x.bias(Dense(bias=x.dense().bias.to(wide)))
+    check(x, bias, backend)
+
+
+def test_a_half_precision_dense_bias_with_fp32_queries(backend: str, device: torch.device) -> None:
+    x = Inputs(device)
+    check(x, x.bias(Dense(bias=x.dense().bias.half())), backend)
+
+
+# -- precision -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slope", [0.5, 0.917])
+def test_alibi_positions_stay_exact(
+    slope: float, backend: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """At distance 4,096 a position in fp16, bf16 or TF32 is off by one and more.
+
+    Without q only the bias acts, and the exact result is known: a geometric series.
+    """
+    m = 4097
+    x = Inputs(device, dtype, batch=(1,), heads=1, n=1, m=m, d=16)
+    positions = torch.arange(m, device=device)
+    x.v = (positions % 7 == 0).to(dtype)[:, None].expand(1, 1, m, 16)
+    bias = x.bias(Alibi(slopes=torch.tensor([slope], device=device)))
+    truth = truth_of(x, bias, scale=0.0)
+    out = flashbias_attention(x.q, x.k, x.v, bias, scale=0.0, backend=backend)
+    if backend == "sdpa" and dtype != torch.float32:
+        pytest.skip("torch's attention takes an additive mask in the dtype of q only")
+    assert (out.double() - truth).abs().max() <= 2 * torch.finfo(dtype).eps
+
+
+def test_factors_of_a_distance_are_split(
+    kernel: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """-w |x - y|^2 as factors: fp16 alone is off by 0.1, high and low parts by 1e-5."""
+    x = Inputs(device, dtype, batch=(1,), heads=1, n=100, d=16)
+    points = 2 * x.normal(100, 3)
+    points = points - points.mean(0)
+    w = 10.0
+    squares = (points**2).sum(-1, keepdim=True)
+    term = LowRank(phi_q=(2 * w * points)[None], phi_k=points[None])
+    bias = x.bias(term, KeyBias(values=(-w * squares)[None, :, 0]))
+    truth = truth_of(x, bias, scale=0.0)
+    x.v = torch.eye(100, device=device, dtype=dtype)[None, None]
+    truth = truth_of(x, bias, scale=0.0)
+    out = flashbias_attention(x.q, x.k, x.v, bias, scale=0.0, backend=kernel)
+    # a logit error e changes a weight by e times the weight
+    weight_error = ((out.double() - truth) / truth.clamp_min(1e-3)).abs().max()
+    assert weight_error <= 2 * torch.finfo(dtype).eps + 2e-3 * (dtype == torch.float16)
+
+
+def test_large_scores_stay_finite(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    x = Inputs(device, dtype, n=70, d=128, heads=1)
+    x.q, x.k = 30 * x.q, 30 * x.k
+    bias = x.bias(Dense(bias=25 * x.dense().bias))
+    check(x, bias, backend)
+
+
+def test_scores_near_the_largest_fp16_number(kernel: str, device: torch.device) -> None:
+    x = Inputs(device, torch.float16, n=20, d=128, heads=1)
+    x.q, x.k = 200 * x.q, 200 * x.k
+    out = flashbias_attention(x.q, x.k, x.v, x.bias(x.low_rank(3)), backend=kernel)
+    assert out.isfinite().all()
+
+
+# -- the same call gives the same bits -----------------------------------------------------
+
+
+def test_prepared_bias_gives_the_same_bits(
+    backend: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    x = Inputs(device, dtype)
+    bias = x.bias(x.low_rank(), x.table(), x.regions())
+    prepared = PreparedBias(bias)
+    first = flashbias_attention(x.q, x.k, x.v, prepared, backend=backend)
+    assert torch.equal(first, flashbias_attention(x.q, x.k, x.v, prepared, backend=backend))
+    assert torch.equal(first, flashbias_attention(x.q, x.k, x.v, bias, backend=backend))
+
+
+def test_inputs_are_not_changed(backend: str, device: torch.device) -> None:
+    x = Inputs(device)
+    bias = x.bias(x.low_rank(), x.dense())
+    before = [t.clone() for t in (x.q, x.k, x.v, *(t for _, t in bias.named_tensors()))]
+    flashbias_attention(x.q, x.k, x.v, bias, backend=backend, cosine=True)
+    after = (x.q, x.k, x.v, *(t for _, t in bias.named_tensors()))
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
