@@ -1,8 +1,8 @@
 """Reading CIFAR-10 from a JPEG pack, and turning its images into model input.
 
-A pack is one ``.npz`` file for each split, ``cifar10_{train,test}_jpgpack.npz``, with three arrays:
-``blob`` (uint8, all JPEG files one after the other), ``off`` (int64, n + 1 offsets into ``blob``) and
-``y`` (n labels, numbers into ``CLASS_NAMES``). The images are 32 x 32 RGB.
+A pack is one ``.npz`` file for each split, ``cifar10_{train,test}_jpgpack.npz``, with three
+arrays: ``blob`` (uint8, all JPEG files one after the other), ``off`` (int64, n + 1 offsets into
+``blob``) and ``y`` (n labels, numbers into ``CLASS_NAMES``). The images are 32 x 32 RGB.
 """
 
 from __future__ import annotations
