@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ..errors import UnknownArchitectureError, UsageError
 from .architecture import Architecture
@@ -46,7 +47,7 @@ def build_model(arch: Architecture, device: torch.device | str = "cpu") -> nn.Mo
     """
     builders = {"timm": _timm, "transformers": _transformers, "caller": _caller}
     # a library call must not advance the random numbers of its user
-    with torch.random.fork_rng(devices=[]), torch.device(device):
+    with torch.random.fork_rng(devices=[]), torch.device(device), _NoMetaInit():
         try:
             model = builders[arch.library](arch)
         except (UnknownArchitectureError, UsageError):
@@ -57,6 +58,22 @@ def build_model(arch: Architecture, device: torch.device | str = "cpu") -> nn.Mo
                 "check --arch and --arch-args",
             ) from error
     return model.eval()
+
+
+class _NoMetaInit(TorchFunctionMode):
+    """Skips the initialisation of tensors on the meta device, which takes most of a build."""
+
+    _IN_PLACE = frozenset({"uniform_", "normal_", "erfinv_", "clamp_", "mul_", "add_"})
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        target = args[0] if args else kwargs.get("tensor")
+        skip = getattr(func, "__name__", "") in self._IN_PLACE
+        if skip and isinstance(target, torch.Tensor) and target.is_meta:
+            return target
+        return func(*args, **kwargs)
 
 
 def _timm(arch: Architecture) -> nn.Module:

@@ -98,6 +98,7 @@ def _write_pair(
     try:
         save_file(stored, weights, metadata=header)
         sidecar.write_text(json.dumps(plan.to_json(), indent=2) + "\n", encoding="utf-8")
+        weights.chmod(sidecar.stat().st_mode)  # safetensors makes private files
         compare(weights, stored, header)
     except (OSError, SafetensorError) as error:
         raise _failed(weights, error) from error

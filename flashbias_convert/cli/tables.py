@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import mean
+from typing import Literal
 
 from rich import box
 from rich.table import Table
@@ -16,6 +17,7 @@ from ..plan import Plan, SitePlan
 
 #: more sites than this are grouped; more groups than this are cut
 MAX_ROWS = 40
+_NARROWEST_NAME = 12
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,8 @@ class _Column:
 _COLUMNS = (
     _Column("site", lambda r: r.name, number=False),
     _Column("N", lambda r: _size(r.first)),
-    _Column("heads", lambda r: str(r.first.heads or ""), from_width=100),
-    _Column("terms", lambda r: " ".join(r.first.terms()), number=False, from_width=80),
+    _Column("H", lambda r: str(r.first.heads or ""), from_width=100),
+    _Column("terms", lambda r: "+".join(r.first.terms()), number=False, from_width=80),
     _Column("rank\nmean/max", _Row.rank),
     _Column("energy\n%", lambda r: r.over_heads(min, lambda d: 100 * d.energy, ".2f")),
     _Column(
@@ -71,7 +73,7 @@ _COLUMNS = (
         from_width=100,
     ),
     _Column(
-        "error\nrms",
+        "logit\nrms",
         lambda r: r.over_heads(_root_mean_square, lambda d: d.logit_error_rms, ".2g"),
         from_width=100,
     ),
@@ -94,27 +96,31 @@ def site_table(plan: Plan, width: int) -> Table:
         width: columns of the terminal; a narrow one gets fewer columns.
     """
     rows = _rows(plan.sites)
-    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     columns = [c for c in _COLUMNS if width >= c.from_width]
-    longest = max((len(row.name) for row in rows[:MAX_ROWS]), default=0)
-    for column in columns:
-        table.add_column(
-            column.title,
-            justify="right" if column.number else "left",
-            no_wrap=column.title not in ("site", "terms"),
-            min_width=min(longest, width // 3) if column.title == "site" else None,
-            overflow="fold",
-        )
-    for row in rows[:MAX_ROWS]:
-        table.add_row(*(column.cell(row) for column in columns))
+    cells = [[column.cell(row) for column in columns] for row in rows[:MAX_ROWS]]
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False, show_edge=False)
+    for column, own in zip(columns, _widths(columns, cells, width), strict=True):
+        justify: Literal["left", "right"] = "right" if column.number else "left"
+        table.add_column(column.title, justify=justify, width=own, overflow="fold")
+    for row_cells in cells:
+        table.add_row(*row_cells)
     caption = ["energy: of the lowest head; errors: of the largest head, rms over all heads"]
     if len(rows) < len(plan.sites):
         caption.append(f"{len(plan.sites)} sites, alike ones in one row (* is any number)")
     if len(rows) > MAX_ROWS:
         caption.append(f"{len(rows) - MAX_ROWS} more rows are left out; --report FILE has all")
-    table.caption = "\n".join(caption)
+    table.caption = "\n".join(["", *caption])
     table.caption_justify = "left"
     return table
+
+
+def _widths(columns: Sequence[_Column], cells: Sequence[list[str]], width: int) -> list[int]:
+    """Every column as wide as its text, but the first, which gets what is left and is folded."""
+    texts = zip(*([c.title for c in columns], *cells), strict=True)
+    widths = [max(len(line) for text in column for line in text.split("\n")) for column in texts]
+    gaps = 2 * (len(columns) - 1)
+    left = max(width - gaps - sum(widths[1:]), _NARROWEST_NAME)
+    return [min(widths[0], left), *widths[1:]]
 
 
 def _rows(sites: Sequence[SitePlan]) -> list[_Row]:
