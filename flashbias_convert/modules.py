@@ -85,7 +85,8 @@ class ScoreBiasModule(nn.Module):
         super().__init__()
         self.backend = backend
         self._spec = bias.spec()
-        #: whether the terms came with the last state dict; set by loading, cleared by the owner
+        self._kinds = frozenset(term.kind for term in bias.terms)
+        #: whether the terms came with the last state dict; set here, cleared by the owner
         self.just_loaded = False
         #: whether the terms are placeholders that a state dict must fill
         self.awaits_load = False
@@ -113,6 +114,7 @@ class ScoreBiasModule(nn.Module):
         Args:
             without: kinds of terms to leave out.
         """
+        without = tuple(kind for kind in without if kind in self._kinds)
         if without not in self._prepared:
             bias = ScoreBias.from_state(self._spec, dict(self.named_buffers()))
             kept = tuple(term for term in bias.terms if term.kind not in without)

@@ -67,12 +67,11 @@ class PatchedAttention(nn.Module):
     def seal(self) -> None:
         """Declare that the terms belong to the weights and sizes as they are now."""
         self.__dict__["_seal"] = _state_of(self.bias_sources())
-        self.score_bias.just_loaded = self.score_bias.awaits_load = False
+        self.score_bias.awaits_load = False
+        self.score_bias.prepared()  # now, so that torch.compile finds it made
 
     def is_stale(self) -> bool:
         """Whether weights or sizes have changed since the terms were made."""
-        if self.score_bias.just_loaded or self.__dict__.get("_seal") is None:
-            self.seal()
         return bool(self.__dict__["_seal"] != _state_of(self.bias_sources()))
 
     def check_fresh(self) -> None:
@@ -89,6 +88,8 @@ class PatchedAttention(nn.Module):
             "run unpatch_model and patch_model again",
         )
 
+    # -- moves, loads and copies -----------------------------------------------------------
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         stale = self.is_stale()
         moved = super()._apply(fn, recurse)
@@ -96,12 +97,26 @@ class PatchedAttention(nn.Module):
             self.seal()
         return moved
 
-    # -- copies ----------------------------------------------------------------------------
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.score_bias.just_loaded = False
+        super()._load_from_state_dict(*args)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # the composed class has no importable name, so a copy is rebuilt from its two parents
         state = {**self.__dict__, "_seal": STALE if self.is_stale() else None}
         return _new_instance, (self.recipe_class, self.original_class), state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if state["_seal"] is None:  # at once: the copy may be trained before it is asked
+            self.seal()
+
+
+def seal_if_loaded(module: nn.Module, _: Any) -> None:
+    """Load hook of patched modules: weights that came with their terms are fresh."""
+    assert isinstance(module, PatchedAttention)
+    if module.score_bias.just_loaded:
+        module.seal()
 
 
 def _state_of(sources: tuple[Tensor | Hashable, ...]) -> tuple[Hashable, ...]:

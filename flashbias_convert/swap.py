@@ -10,7 +10,7 @@ from torch import nn
 
 from .errors import UsageError
 from .modules import ScoreBiasModule
-from .patched_attention import STALE, PatchedAttention, compose
+from .patched_attention import STALE, PatchedAttention, compose, seal_if_loaded
 from .terms import ScoreBias
 
 #: name of the submodule that holds the terms of a patched module
@@ -78,12 +78,16 @@ def unpatch_module(module: PatchedAttention) -> None:
     """Put the original class back and remove the terms."""
     del module._modules[SUBMODULE]
     module.__dict__.pop("_seal", None)
+    hooks = module._load_state_dict_post_hooks
+    for key in [key for key, hook in hooks.items() if hook is seal_if_loaded]:
+        del hooks[key]
     module.__class__ = module.original_class  # type: ignore[assignment]
 
 
 def _install(module: nn.Module, cls: type, terms: ScoreBiasModule) -> None:
     module.__class__ = cls
     module.add_module(SUBMODULE, terms)
+    module.register_load_state_dict_post_hook(seal_if_loaded)
 
 
 @dataclass(frozen=True, eq=False)

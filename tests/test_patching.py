@@ -255,11 +255,13 @@ def test_unpatching_restores_everything_bit_for_bit() -> None:
     model = make_model()
     plain, state = run(model), copy.deepcopy(model.state_dict())
     attributes = {name: list(vars(attention(model, i))) for i, name in enumerate(ATTN)}
+    hooks = dict(attention(model)._load_state_dict_post_hooks)
     parameters = list(model.parameters())
     patch(model, method="svd")
     assert unpatch_model(model) == 3
     assert [type(attention(model, i)) for i in range(3)] == [BiasedAttention] * 3
     assert {n: list(vars(attention(model, i))) for i, n in enumerate(ATTN)} == attributes
+    assert attention(model)._load_state_dict_post_hooks == hooks
     assert list(model.state_dict()) == list(state)
     assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
@@ -488,6 +490,34 @@ def test_loading_weights_together_with_their_terms_is_fresh() -> None:
         run(model)
 
 
+def copied(model: ToyModel) -> ToyModel:
+    return copy.deepcopy(model)
+
+
+def loaded(model: ToyModel) -> ToyModel:
+    model.load_state_dict(model.state_dict())
+    return model
+
+
+@pytest.mark.parametrize("renew", [copied, loaded])
+def test_training_right_after_a_copy_or_a_load_makes_terms_stale(renew: Any) -> None:
+    model = make_model()
+    patch(model)
+    model = renew(model)
+    train_a_step(model)  # nobody asked about the terms in between
+    with pytest.raises(StaleTermsError):
+        run(model)
+
+
+def test_terms_loaded_alone_do_not_vouch_for_weights_loaded_later() -> None:
+    model = make_model()
+    patch(model)
+    attention(model).score_bias.load_state_dict(attention(model).score_bias.state_dict())
+    load_other_weights(model)
+    with pytest.raises(StaleTermsError):
+        run(model)
+
+
 def test_inference_tensors_can_be_patched() -> None:
     with torch.inference_mode():
         model = make_model()
@@ -675,6 +705,25 @@ def test_a_name_that_is_taken_since_the_plan_was_made_is_refused() -> None:
         apply_plan(model, plan, recipes=[TOY])
     assert type(attention(model)) is BiasedAttention
     assert isinstance(attention(model, 2).score_bias, nn.Identity)
+
+
+# -- compiled --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_patched_model_compiles_once_into_one_graph(warm: bool) -> None:
+    model = make_model()
+    patch(model, method="svd")
+    expected = run(copy.deepcopy(model))
+    if warm:
+        run(model)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(run(compiled), expected)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert torch.equal(run(compiled), expected)
+        assert torch.equal(run(model), expected)
+        assert torch.equal(run(compiled), expected)
 
 
 # -- the module of terms -------------------------------------------------------------------

@@ -106,14 +106,23 @@ class Term:
 
     # -- fields ----------------------------------------------------------------------------
 
+    _tensor_fields: ClassVar[dict[str, bool]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # found here and kept: torch.compile cannot look into the fields of a class
+        own = {k: f for k, f in vars(cls).items() if isinstance(f, dataclasses.Field)}
+        fields = {f.name: f for f in dataclasses.fields(cls.__mro__[1])} | own
+        cls._tensor_fields = {
+            name: bool(f.metadata["pinned"])
+            for name, f in fields.items()
+            if f.metadata.get("tensor")
+        }
+
     @classmethod
     def tensor_fields(cls) -> dict[str, bool]:
         """Names of the tensor fields, and whether each is pinned to its dtype."""
-        return {
-            f.name: bool(f.metadata["pinned"])
-            for f in dataclasses.fields(cls)
-            if f.metadata.get("tensor")
-        }
+        return cls._tensor_fields
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are present, by field name."""

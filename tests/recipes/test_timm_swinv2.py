@@ -191,6 +191,19 @@ def test_autocast() -> None:
     assert_parity(actual, plain, truth)
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_patched_model_compiles_into_one_graph(strict: bool) -> None:
+    model = make(strict_img_size=strict)
+    patch(model)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        out = compiled(image())
+        assert torch.equal(out, model(image()))
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert torch.equal(compiled(image()), out)
+
+
 # -- the comparison notices what goes wrong --------------------------------------------------
 
 
