@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class Conversion:
     output: Path | None
     plan_file: Path | None
     notes: tuple[str, ...]
-    model: nn.Module
+    model: nn.Module = field(repr=False)
 
 
 def convert_checkpoint(

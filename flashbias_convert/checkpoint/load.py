@@ -61,10 +61,10 @@ def load_model(
     untie_different(model, tensors)
     try:
         apply_plan(model, plan, recipes=tuple(recipes), backend=backend, empty=True)
-    except ValueError as error:
-        if isinstance(error, UsageError):
-            raise
-        raise CheckpointError(f"the plan in {path} cannot be used: {error}") from error
+    except UsageError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"the plan in {path} cannot be used: {error!r}") from error
     model.load_state_dict(align(tensors, model), strict=True)
     return model.to(device=device, dtype=dtype).eval()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -77,6 +78,8 @@ def _convert(
 ) -> Conversion:
     # nothing is ever downloaded; set before the libraries read it
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # modules of the working directory can be named in --arch, but must not hide installed ones
+    sys.path.append(os.getcwd())
     import torch
 
     from ..checkpoint import convert_checkpoint

@@ -35,6 +35,7 @@ CheckpointArg = Annotated[
         metavar="CHECKPOINT",
         help="A .safetensors .ckpt .pt .pth .bin file, an index of shards, or a folder.",
         show_default=False,
+        readable=False,  # the reader says it better
     ),
 ]
 EnergyOpt = Annotated[

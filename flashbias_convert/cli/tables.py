@@ -65,7 +65,7 @@ _COLUMNS = (
     _Column("N", lambda r: _size(r.first)),
     _Column("H", lambda r: str(r.first.heads or ""), from_width=100),
     _Column("terms", lambda r: "+".join(r.first.terms()), number=False, from_width=80),
-    _Column("rank\nmean/max", _Row.rank),
+    _Column("rank\nmean/max", _Row.rank, from_width=60),
     _Column("energy\n%", lambda r: r.over_heads(min, lambda d: 100 * d.energy, ".2f")),
     _Column(
         "logit\nmax",
@@ -77,7 +77,11 @@ _COLUMNS = (
         lambda r: r.over_heads(_root_mean_square, lambda d: d.logit_error_rms, ".2g"),
         from_width=100,
     ),
-    _Column("attn\nerror", lambda r: r.over_heads(max, lambda d: d.attention_error, ".3f")),
+    _Column(
+        "attn\nerror",
+        lambda r: r.over_heads(max, lambda d: d.attention_error, ".3f"),
+        from_width=60,
+    ),
     _Column("decision", lambda r: r.first.status, number=False),
 )
 

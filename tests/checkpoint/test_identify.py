@@ -44,7 +44,9 @@ def first_authors_layout(model: nn.Module) -> dict[str, Tensor]:
     """The keys of the checkpoints that came with the paper on SwinV2."""
 
     def rename(key: str) -> str:
-        key = re.sub(r"layers\.(\d+)\.downsample", lambda m: f"layers.{int(m[1]) - 1}.downsample", key)
+        key = re.sub(
+            r"layers\.(\d+)\.downsample", lambda m: f"layers.{int(m[1]) - 1}.downsample", key
+        )
         return key.replace("head.fc.", "head.")
 
     buffers = {k: b for k, b in model.named_buffers() if not k.endswith("k_bias")}

@@ -59,7 +59,8 @@ def test_wrappers_come_off(tmp_path: Path, content: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "prefixes", [("module.", ""), ("_orig_mod.module.", "module._orig_mod."), ("module.module.",) * 2]
+    "prefixes",
+    [("module.", ""), ("_orig_mod.module.", "module._orig_mod."), ("module.module.",) * 2],
 )
 def test_prefixes_come_off_in_any_order(tmp_path: Path, prefixes: tuple[str, str]) -> None:
     keyed = {p + k: v for p, (k, v) in zip(prefixes, WEIGHTS.items(), strict=True)}
@@ -121,7 +122,7 @@ def test_one_shard_alone_is_refused(tmp_path: Path) -> None:
 def test_a_missing_shard_is_an_error(tmp_path: Path) -> None:
     write_shards(tmp_path)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="model-00002-of-00002.safetensors is missing"):
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors is missing"):
         read_checkpoint(tmp_path)
 
 
@@ -246,7 +247,7 @@ def test_a_pickled_model_is_refused_with_the_way_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [{}, {"state_dict": {}}, {"epoch": 3}, [1, 2], torch.ones(2)])
 def test_no_state_dict_is_an_error(tmp_path: Path, content: Any) -> None:
     torch.save(content, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match="no tensors|expected a state dict"):
+    with pytest.raises(CheckpointError, match=r"no tensors|expected a state dict"):
         read_checkpoint(tmp_path / "x.pt")
 
 

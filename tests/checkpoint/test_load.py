@@ -1,0 +1,306 @@
+"""Loading: a converted file computes, bit for bit, what the model in memory did."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from flashbias_convert import load_model, patch_model, save_model
+from flashbias_convert.checkpoint import Conversion, convert_checkpoint, read_plan
+from flashbias_convert.checkpoint.header import PLAN_KEY
+from flashbias_convert.errors import (
+    CheckpointError,
+    DecompositionError,
+    NothingToConvertError,
+    StaleTermsError,
+    UnknownArchitectureError,
+    UsageError,
+)
+from flashbias_convert.options import DecomposeOptions
+from tests.toy import TOY
+
+from .models import (
+    ARGS,
+    NAME,
+    TiedToy,
+    images,
+    tiny_model,
+    tiny_weights,
+    write_tiny,
+    write_tiny_folder,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Conversion:
+    path = write_tiny(tmp_path_factory.mktemp("c") / "tiny.safetensors", torch.float16)
+    return convert_checkpoint(path, arch=f"timm:{NAME}", arch_args=ARGS)
+
+
+@torch.no_grad()
+def run(model: nn.Module) -> torch.Tensor:
+    out: torch.Tensor = model(images())
+    return out
+
+
+def test_the_loaded_model_is_the_converted_one(converted: Conversion) -> None:
+    assert converted.output is not None
+    loaded = load_model(converted.output)
+    assert not loaded.training
+    assert torch.equal(run(loaded), run(converted.model))
+    assert read_plan(converted.output).to_json() == converted.plan.to_json()
+
+
+def test_a_new_process_computes_the_same_bits(converted: Conversion, tmp_path: Path) -> None:
+    code = (
+        "import torch\nfrom flashbias_convert import load_model\n"
+        "from tests.checkpoint.models import images\n"
+        f"with torch.no_grad(): out = load_model({str(converted.output)!r})(images())\n"
+        f"torch.save(out, {str(tmp_path / 'out.pt')!r})"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+    assert torch.equal(torch.load(tmp_path / "out.pt"), run(converted.model))
+
+
+def test_the_original_tensors_are_kept_as_they_came(converted: Conversion) -> None:
+    assert converted.output is not None
+    stored, original = load_file(converted.output), load_file(converted.source)
+    extra = stored.keys() - original.keys()
+    assert extra and all(".score_bias." in key for key in extra)
+    for key, value in original.items():
+        assert stored[key].dtype == value.dtype == torch.float16
+        assert torch.equal(stored[key], value)
+
+
+def test_the_sidecar_equals_the_header(converted: Conversion) -> None:
+    assert converted.plan_file is not None
+    assert converted.plan_file.name == "tiny.flashbias.plan.json"
+    assert json.loads(converted.plan_file.read_text()) == converted.plan.to_json()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_dtype_reaches_parameters_and_not_factors(
+    converted: Conversion, dtype: torch.dtype
+) -> None:
+    assert converted.output is not None
+    loaded = load_model(converted.output, dtype=dtype)
+    assert {p.dtype for p in loaded.parameters()} == {dtype}
+    factors = [b for n, b in loaded.named_buffers() if n.endswith("phi_q")]
+    assert factors and {b.dtype for b in factors} == {torch.float32}
+    with torch.no_grad():
+        assert loaded(images().to(dtype)).dtype == dtype
+
+
+def test_double_precision_is_kept(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "x.safetensors", torch.float64)
+    done = convert_checkpoint(path, arch=f"timm:{NAME}", arch_args=ARGS)
+    assert done.output is not None
+    loaded = load_model(done.output)
+    assert {p.dtype for p in loaded.parameters()} == {torch.float64}
+    with torch.no_grad():
+        assert torch.equal(loaded(images().double()), done.model(images().double()))
+
+
+def test_a_folder_becomes_a_folder(tmp_path: Path) -> None:
+    done = convert_checkpoint(write_tiny_folder(tmp_path / "m"))
+    assert done.output == tmp_path / "m.flashbias"
+    expected = ["README.md", "config.json", "model.plan.json", "model.safetensors"]
+    assert sorted(p.name for p in done.output.iterdir()) == expected
+    loaded = load_model(done.output)
+    assert torch.equal(run(loaded), run(done.model))
+    assert loaded.pretrained_cfg["mean"] == [0.1, 0.2, 0.3]
+
+
+def test_a_dry_run_writes_nothing_and_patches_nothing(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "x.safetensors")
+    done = convert_checkpoint(path, arch=f"timm:{NAME}", arch_args=ARGS, dry_run=True)
+    assert done.output is None and done.plan.patched
+    assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
+    assert torch.equal(run(done.model), run(tiny_model()))
+
+
+# -- models patched in memory --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_plan", [True, False])
+def test_a_model_in_memory_is_saved_and_loaded(tmp_path: Path, with_plan: bool) -> None:
+    model = tiny_model()
+    plan = patch_model(model)
+    save_model(model, tmp_path / "x.safetensors", plan=plan if with_plan else None)
+    assert torch.equal(run(load_model(tmp_path / "x.safetensors")), run(model))
+
+
+def test_half_precision_in_memory_is_saved_as_it_is(tmp_path: Path) -> None:
+    model = tiny_model()
+    patch_model(model)
+    model.bfloat16()
+    save_model(model, tmp_path / "x.safetensors")
+    stored = load_file(tmp_path / "x.safetensors")
+    assert stored["head.fc.weight"].dtype == torch.bfloat16
+    loaded = load_model(tmp_path / "x.safetensors", dtype=torch.bfloat16)
+    with torch.no_grad():
+        x = images().bfloat16()
+        assert torch.equal(loaded(x), model(x))
+
+
+def test_tied_weights_are_stored_once_and_tied_again(tmp_path: Path) -> None:
+    model = TiedToy().eval()
+    patch_model(model, recipes=[TOY], force_all=True)
+    path = tmp_path / "x.safetensors"
+    save_model(model, path, arch=TiedToy, recipes=[TOY])
+    stored = load_file(path).keys()
+    assert ("embed.weight" in stored) != ("head.weight" in stored)
+    loaded = load_model(path, arch=TiedToy, recipes=[TOY])
+    assert loaded.head.weight is loaded.embed.weight
+    x = torch.randn(1, 36, 16)
+    with torch.no_grad():
+        assert torch.equal(loaded(x), model(x))
+
+
+def test_weights_that_only_the_config_ties_are_kept_apart(tmp_path: Path) -> None:
+    model = TiedToy().eval()
+    model.head.weight = nn.Parameter(model.embed.weight.detach() * 2)
+    patch_model(model, recipes=[TOY], force_all=True)
+    path = tmp_path / "x.safetensors"
+    save_model(model, path, arch=TiedToy, recipes=[TOY])
+    x = torch.randn(1, 36, 16)
+    with torch.no_grad():
+        assert torch.equal(load_model(path, arch=TiedToy, recipes=[TOY])(x), model(x))
+
+
+def test_a_function_is_needed_again_to_load(tmp_path: Path) -> None:
+    model = TiedToy()
+    patch_model(model, recipes=[TOY], force_all=True)
+    save_model(model, tmp_path / "x.safetensors", arch=TiedToy, recipes=[TOY])
+    with pytest.raises(UnknownArchitectureError, match=r"TiedToy.*only the caller.*pass arch="):
+        load_model(tmp_path / "x.safetensors", recipes=[TOY])
+    save_model(model, tmp_path / "y.safetensors", recipes=[TOY])
+    with pytest.raises(UnknownArchitectureError, match=r"does not say what model.*pass arch="):
+        load_model(tmp_path / "y.safetensors", recipes=[TOY])
+
+
+def test_what_cannot_be_saved(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    model = tiny_model()
+    with pytest.raises(UsageError, match="no module of this model is patched"):
+        save_model(model, path)
+    plan = patch_model(model)
+    other = dataclasses.replace(plan, sites=plan.sites[1:])
+    with pytest.raises(UsageError, match="disagree"):
+        save_model(model, path, plan=other)
+    with pytest.raises(UsageError, match=r"must end in \.safetensors"):
+        save_model(model, tmp_path / "x.pt")
+    with torch.no_grad():
+        model.layers[0].blocks[0].attn.cpb_mlp[2].weight.add_(1)
+    with pytest.raises(StaleTermsError):
+        save_model(model, path)
+    assert not list(tmp_path.iterdir())
+
+
+# -- files that are not what they say ------------------------------------------------------
+
+
+def edited(path: Path, folder: Path, edit: Callable[[dict[str, Any]], Any]) -> Path:
+    """A copy of a converted file with another plan in its header."""
+    with safe_open(path, framework="pt") as file:
+        metadata = dict(file.metadata())
+    plan = json.loads(metadata[PLAN_KEY])
+    plan = edit(plan) or plan
+    metadata[PLAN_KEY] = plan if isinstance(plan, str) else json.dumps(plan)
+    save_file(load_file(path), folder / "edited.safetensors", metadata=metadata)
+    return folder / "edited.safetensors"
+
+
+def first_tensor(plan: dict[str, Any]) -> dict[str, Any]:
+    tensors: dict[str, Any] = plan["sites"][0]["spec"]["terms"][0]["tensors"]
+    return next(iter(tensors.values()))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda p: p.update(format_version=99), "format version 99.*update"),
+        (lambda p: first_tensor(p).update(dtype="float99"), "float99"),
+        (lambda p: first_tensor(p).update(shape=[10**9, 10**9]), "the file has"),
+        (lambda p: p["sites"][0]["spec"]["terms"][0].update(name="gone"), "which the file lacks"),
+        (lambda p: p["sites"][0]["spec"].pop("terms") and None, "damaged"),
+        (lambda p: p["sites"][0].pop("reason") and None, "damaged"),
+        (lambda p: p["sites"][0]["spec"]["terms"][0].pop("static") and None, "cannot be used"),
+        (lambda p: p["sites"].pop(0) and None, "not in the model"),
+        (lambda p: p["options"].update(energy=7), "energy"),
+        (lambda p: p.pop("format") and None, "not a flashbias-convert plan"),
+        (lambda p: "{{{", "not JSON"),
+        (lambda p: "[" * 100_000, "not JSON"),
+        (lambda p: p["arch"].update(library="os"), "no known kind of architecture"),
+        (lambda p: p["sites"][0]["spec"]["terms"][0].update(kind="new"), "unknown kind of term"),
+    ],
+)
+def test_a_damaged_plan_is_one_clear_error(
+    converted: Conversion, tmp_path: Path, edit: Callable[[dict[str, Any]], Any], message: str
+) -> None:
+    assert converted.output is not None
+    with pytest.raises(CheckpointError, match=message):
+        load_model(edited(converted.output, tmp_path, edit))
+
+
+def test_a_file_that_was_not_converted_says_so(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"not a converted checkpoint.*convert it"):
+        load_model(write_tiny(tmp_path / "x.safetensors"))
+    torch.save(tiny_weights(), tmp_path / "x.pth")
+    with pytest.raises(CheckpointError, match="not a converted checkpoint"):
+        load_model(tmp_path / "x.pth")
+
+
+def test_a_converted_file_is_not_converted_again(converted: Conversion) -> None:
+    assert converted.output is not None
+    with pytest.raises(CheckpointError, match="was converted already"):
+        convert_checkpoint(converted.output)
+
+
+# -- models with nothing to convert, and with NaN ------------------------------------------
+
+
+def test_no_biased_site_is_nothing_to_convert(tmp_path: Path) -> None:
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "x.pth")
+    with pytest.raises(NothingToConvertError):
+        convert_checkpoint(tmp_path / "x.pth", arch=lambda: nn.Linear(2, 2))
+    assert [p.name for p in tmp_path.iterdir()] == ["x.pth"]
+
+
+NAN = {"layers.0.blocks.0.attn.cpb_mlp.2.weight": torch.full((1, 512), float("nan"))}
+
+
+def test_a_site_with_nan_stays_as_it_was(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "x.safetensors", **NAN)
+    done = convert_checkpoint(path, arch=f"timm:{NAME}", arch_args=ARGS)
+    assert done.plan.counts() == {"failed": 1, "patched": 2}
+    assert done.output is not None and not any(
+        key.startswith("layers.0.blocks.0.attn.score_bias") for key in load_file(done.output)
+    )
+    load_model(done.output)
+
+
+def test_nan_at_the_only_site_is_a_failure_and_not_nothing(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "x.safetensors", **NAN)
+    with pytest.raises(DecompositionError, match=r"1 failed; layers\.0\.blocks\.0\.attn"):
+        convert_checkpoint(
+            path,
+            arch=f"timm:{NAME}",
+            arch_args=ARGS,
+            include=["layers.0.blocks.0.attn"],
+            options=DecomposeOptions(energy=0.9),
+        )
+    assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]

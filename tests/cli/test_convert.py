@@ -1,0 +1,120 @@
+"""``flashbias-convert convert`` and ``inspect``."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashbias_convert import load_model
+from flashbias_convert.checkpoint import read_plan
+from flashbias_convert.cli import main
+from tests.checkpoint.models import ARCH, images, tiny_model, write_tiny, write_tiny_folder
+
+from .conftest import Cli
+
+SITES = ["layers.0.blocks.0.attn", "layers.0.blocks.1.attn", "layers.1.blocks.0.attn"]
+
+
+def test_the_bare_form_in_a_process_of_its_own(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "model.ckpt", torch.float16)
+    program = str(Path(sys.executable).with_name("flashbias-convert"))
+    command = [program, "model.ckpt", "--energy", "0.99", *ARCH]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    for site in SITES:
+        assert site in done.stdout
+    assert "3 of 3 sites converted" in done.stdout
+    assert 'model = load_model("model.flashbias.safetensors")' in done.stdout
+    loaded = load_model(tmp_path / "model.flashbias.safetensors")
+    with torch.no_grad():
+        error = (loaded(images()) - tiny_model()(images())).abs().max()
+    assert 0 < error < 0.1
+
+
+def test_a_folder_needs_no_options(cli: Cli, tmp_path: Path) -> None:
+    folder = write_tiny_folder(tmp_path / "m")
+    done = cli(folder)
+    assert (done.code, done.err) == (0, "")
+    assert f"{folder}: timm:swinv2_tiny_window8_256 (from {folder}/config.json)" in done.out
+    assert len(read_plan(tmp_path / "m.flashbias").patched) == 3
+
+
+def test_json_is_one_object_and_nothing_else(cli: Cli, tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "x.safetensors")
+    done = cli(path, *ARCH, "--json")
+    assert (done.code, done.err) == (0, "")
+    data = done.json()
+    assert data["output"] == str(tmp_path / "x.flashbias.safetensors")
+    assert data["counts"] == {"patched": 3} and data["exit_code"] == 0
+    assert data["plan"] == read_plan(data["output"]).to_json()
+
+
+def test_quiet_says_nothing(cli: Cli, tmp_path: Path) -> None:
+    done = cli(write_tiny(tmp_path / "x.safetensors"), *ARCH, "-q")
+    assert (done.code, done.out, done.err) == (0, "", "")
+
+
+def test_options_reach_the_plan(cli: Cli, tmp_path: Path) -> None:
+    path, output = write_tiny(tmp_path / "x.safetensors"), tmp_path / "out.safetensors"
+    options = "--energy 0.9 --method svd --max-rank 12 --max-attention-error 0.5 --target h100"
+    done = cli(path, *ARCH, "-o", output, *options.split(), "--force-all", "--dtype", "float64")
+    assert done.code == 0, done.err
+    saved = read_plan(output).options
+    assert (saved.energy, saved.method, saved.max_rank) == (0.9, "svd", 12)
+    assert (saved.max_attention_error, saved.target, saved.force_all) == (0.5, "h100", True)
+    assert (tmp_path / "out.plan.json").exists()
+
+
+def test_include_and_exclude_choose_sites(cli: Cli, tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "x.safetensors")
+    done = cli(path, *ARCH, "--include", r"re:layers\.0\..*", "--exclude", SITES[1], "--json")
+    status = {site["name"]: site["status"] for site in done.json()["plan"]["sites"]}
+    assert status == {SITES[0]: "patched", SITES[1]: "left alone", SITES[2]: "left alone"}
+    shown = cli("inspect", path, *ARCH, "--include", SITES[0]).out
+    assert re.search(r"left alone: not among the included sites \[layers\.0.*, layers\.1", shown)
+    assert "1 of 3 sites would be converted, 2 left alone" in shown
+
+
+@pytest.mark.parametrize("how", [["inspect"], ["convert", "--dry-run"]])
+def test_a_dry_run_writes_nothing(cli: Cli, tmp_path: Path, how: list[str]) -> None:
+    path = write_tiny(tmp_path / "x.safetensors")
+    done = cli(*how, path, *ARCH)
+    assert done.code == 0
+    assert "3 of 3 sites would be converted" in done.out and "nothing was written" in done.out
+    assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+def test_a_report_holds_everything(cli: Cli, tmp_path: Path) -> None:
+    path, report = write_tiny(tmp_path / "x.safetensors"), tmp_path / "report.json"
+    assert cli("inspect", path, *ARCH, "--report", report).code == 0
+    data = json.loads(report.read_text())
+    assert [site["name"] for site in data["plan"]["sites"]] == SITES
+    assert all(site["decisions"] for site in data["plan"]["sites"])
+    again = cli("inspect", path, *ARCH, "--report", report)
+    assert again.code == 2 and "exists" in again.err
+
+
+def test_a_recipe_in_a_file_is_used(cli: Cli, tmp_path: Path) -> None:
+    from tests.checkpoint.models import TiedToy
+
+    torch.save(TiedToy().state_dict(), tmp_path / "x.pt")
+    (tmp_path / "my_recipe.py").write_text("from tests.toy import TOY as recipe\n")
+    arch = ["--arch", "tests.checkpoint.models:TiedToy"]
+    without = cli(tmp_path / "x.pt", *arch)
+    assert without.code == 3 and "no module of this model has a recipe" in without.err
+    done = cli(tmp_path / "x.pt", *arch, "--recipe", tmp_path / "my_recipe.py", "--force-all")
+    assert done.code == 0, done.err
+    assert "load_model(" in done.out and ", arch=TiedToy)" in done.out
+
+
+def test_the_exit_code_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["flashbias-convert", "nowhere.pt"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 1
