@@ -36,6 +36,7 @@ def candidates(n: int) -> list[LaunchSettings]:
 def use(settings: LaunchSettings) -> None:
     """Make the launcher use these settings."""
     launch.launch_settings = lambda **_: settings  # type: ignore[assignment]
+    launch._PLANS.clear()
 
 
 def run_once(job: tuple[str, LaunchSettings]) -> None:
@@ -60,10 +61,11 @@ def make_call(name: str):  # type: ignore[no-untyped-def]
 
 
 def time_ms(call) -> float:  # type: ignore[no-untyped-def]
-    """Median milliseconds of a call."""
+    """Median milliseconds on the card, from CUDA graph replays: no launch gaps."""
     import triton
 
-    return float(triton.testing.do_bench(call, warmup=10, rep=60, return_mode="median"))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        return float(triton.testing.do_bench_cudagraph(call, rep=30, return_mode="median"))
 
 
 def main() -> None:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..terms import ScoreBias
-
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -41,7 +39,6 @@ def check_arguments(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: ScoreBias | None,
     *,
     scale: float | Tensor | None,
     causal: bool,
@@ -68,8 +65,6 @@ def check_arguments(
         query_start = m - n
     elif isinstance(query_start, Tensor):
         _check_query_start(query_start, batch)
-    if bias is not None:
-        _check_bias(bias, batch, heads, n, m)
     return AttentionArguments(scale, causal, query_start, key_mask, cosine)
 
 
@@ -111,7 +106,7 @@ def _check_scale(scale: Tensor, heads: int) -> Tensor:
 def _check_key_mask(mask: Tensor, batch: tuple[int, ...], m: int) -> None:
     if mask.dtype != torch.bool:
         raise TypeError(f"key_mask must be boolean (True = attend), got {mask.dtype}")
-    if mask.dim() == 0 or mask.shape[-1] != m or not _broadcasts(tuple(mask.shape[:-1]), batch):
+    if mask.dim() == 0 or mask.shape[-1] != m or not broadcasts(tuple(mask.shape[:-1]), batch):
         raise ValueError(
             f"key_mask must have shape (*batch, M) = {(*batch, m)} or broadcast to it, "
             f"got {tuple(mask.shape)}"
@@ -119,29 +114,17 @@ def _check_key_mask(mask: Tensor, batch: tuple[int, ...], m: int) -> None:
 
 
 def _check_query_start(start: Tensor, batch: tuple[int, ...]) -> None:
-    if start.is_floating_point() or not _broadcasts(tuple(start.shape), batch):
+    if start.is_floating_point() or not broadcasts(tuple(start.shape), batch):
         raise ValueError(
             f"query_start must be an integer, or integers that broadcast to the batch {batch}, "
             f"got {start.dtype} of shape {tuple(start.shape)}"
         )
 
 
-def _check_bias(bias: ScoreBias, batch: tuple[int, ...], heads: int, n: int, m: int) -> None:
-    if bias.num_heads != heads:
-        raise ValueError(f"the bias is for {bias.num_heads} heads, q has {heads}")
-    for term in bias.terms:
-        if not _broadcasts(term.batch_shape(), batch):
-            raise ValueError(
-                f"{term.kind}: batch dimensions {term.batch_shape()} do not broadcast to those "
-                f"of q, {batch}"
-            )
-        term.check_sizes(n, m)
-
-
-def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+def broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
     """Whether `shape` expands to `target` exactly, right-aligned."""
     if len(shape) > len(target):
-        return all(s == 1 for s in shape[: len(shape) - len(target)]) and _broadcasts(
+        return all(s == 1 for s in shape[: len(shape) - len(target)]) and broadcasts(
             shape[len(shape) - len(target) :], target
         )
     aligned = target[len(target) - len(shape) :]

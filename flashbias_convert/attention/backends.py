@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ..terms import ScoreBias
+from .prepared import PreparedBias
 
 Backend = Literal["auto", "triton", "sdpa", "eager"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
@@ -43,20 +43,16 @@ def device_problem(device: torch.device) -> str | None:
     return None
 
 
-def call_problem(q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias | None) -> str | None:
+def call_problem(q: Tensor, k: Tensor, v: Tensor, bias: PreparedBias | None) -> str | None:
     """Why the Triton kernel cannot run this call, or None if it can. Reads no values."""
     if q.dtype == torch.float64:
         return "there is no fp64 kernel"
     if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_SIZE:
         return f"head sizes above {MAX_HEAD_SIZE} are not supported"
-    asks = any(t.requires_grad for t in (q, k, v)) or (bias is not None and bias.requires_grad)
-    if torch.is_grad_enabled() and asks:
+    asks = q.requires_grad or k.requires_grad or v.requires_grad
+    if torch.is_grad_enabled() and (asks or (bias is not None and bias.requires_grad)):
         return "gradients are asked for, and the kernel has no backward pass"
-    if bias is None:
-        return None
-    from .packing import unsupported
-
-    return unsupported(bias, half=q.dtype != torch.float32)
+    return None if bias is None else bias.problem(q.dtype)
 
 
 def warn_once(reason: str) -> None:

@@ -10,6 +10,7 @@ from ..terms import ScoreBias
 from .arguments import AttentionArguments, check_arguments
 from .backends import BACKENDS, call_problem, device_problem, warn_once
 from .eager import eager_attention
+from .packing import NO_BIAS, pack
 from .positions import place_queries
 from .prepared import PreparedBias
 from .sdpa import sdpa_attention
@@ -60,25 +61,27 @@ def flashbias_attention(
     """
     if backend not in BACKENDS:
         raise UsageError(f"backend must be one of {BACKENDS}, got {backend!r}")
-    terms = bias.bias if isinstance(bias, PreparedBias) else bias
+    prepared = PreparedBias(bias) if isinstance(bias, ScoreBias) else bias
+    terms = None if prepared is None else prepared.bias
     args = check_arguments(
         q,
         k,
         v,
-        terms,
         scale=scale,
         causal=causal,
         query_start=query_start,
         key_mask=key_mask,
         cosine=cosine,
     )
+    if prepared is not None:
+        prepared.check_fits(tuple(q.shape[:-3]), q.shape[-3], q.shape[-2], k.shape[-2])
     if backend == "eager" or (backend == "auto" and q.dtype == torch.float64):
         return eager_attention(q, k, v, terms, args)
     if backend == "sdpa":
         return sdpa_attention(q, k, v, terms, args)
-    problem = device_problem(q.device) or call_problem(q, k, v, terms)
+    problem = device_problem(q.device) or call_problem(q, k, v, prepared)
     if problem is None:
-        return triton_attention(q, k, v, bias, args)
+        return triton_attention(q, k, v, prepared, args)
     if backend == "triton":
         raise UnsupportedTermError(
             f"the triton backend cannot run this call: {problem}", "use backend='auto'"
@@ -91,20 +94,19 @@ def triton_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: ScoreBias | PreparedBias | None,
+    bias: PreparedBias | None,
     args: AttentionArguments,
 ) -> Tensor:
     """Attention by the Triton kernel, whose limits have been checked."""
-    from .packing import pack
     from .registration import attention_op
 
     start = args.query_start
-    if isinstance(bias, PreparedBias) and not isinstance(start, Tensor):
-        packed = bias.packed(q.dtype)
+    if bias is None:
+        packed = NO_BIAS
+    elif isinstance(start, Tensor):
+        packed = pack(place_queries(bias.bias, q.shape[-2], start), half=q.dtype != torch.float32)
     else:
-        terms = bias.bias if isinstance(bias, PreparedBias) else bias
-        terms = None if terms is None else place_queries(terms, q.shape[-2], start)
-        packed = pack(terms, half=q.dtype != torch.float32)
+        packed = bias.packed(q.dtype)
     if isinstance(args.scale, Tensor):
         scale, head_scale = 1.0, args.scale.to(q.device, torch.float32).contiguous()
     else:

@@ -69,18 +69,22 @@ def parse_spec(spec: str) -> tuple[GroupSpec, ...]:
     return tuple(revive(entry) for entry in json.loads(spec))
 
 
-def pack(bias: ScoreBias | None, *, half: bool) -> PackedBias:
+#: What the kernel reads when there is no bias.
+NO_BIAS = PackedBias(json.dumps([dataclasses.asdict(GroupSpec(None))]), [])
+
+
+def pack(bias: ScoreBias, *, half: bool) -> PackedBias:
     """Prepare a bias for the Triton kernel.
 
     Args:
-        bias: the terms, or None.
+        bias: the terms.
         half: factors in fp16 next to fp16 or bf16 scores; else in fp32.
 
     Raises:
         UnsupportedTermError: a sum that the kernel cannot add; see `unsupported`.
     """
-    if bias is None or not bias.terms:
-        return PackedBias(json.dumps([dataclasses.asdict(GroupSpec(None))]), [])
+    if not bias.terms:
+        return NO_BIAS
     reason = unsupported(bias, half=half)
     if reason:
         raise UnsupportedTermError(f"the triton backend cannot add this bias: {reason}")

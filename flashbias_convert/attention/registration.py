@@ -32,24 +32,23 @@ def attention_op(
 ) -> Tensor:
     """Attention by the Triton kernel. Arguments as made by `triton_attention`."""
     out = empty_output(q, v)
-    call = {"key_mask": key_mask, "starts": query_starts}
-    remaining = list(bias_tensors)
+    call = {"q": q, "k": k, "v": v, "o": out}
+    call |= {} if key_mask is None else {"key_mask": key_mask}
+    call |= {} if query_starts is None else {"starts": query_starts}
+    call |= {} if head_scale is None else {"scale": head_scale}
+    first = 0
     for group in parse_spec(spec):
-        own = dict(zip(group.tensors, remaining, strict=False))
-        del remaining[: len(own)]
-        own |= {name: t for name, t in call.items() if t is not None}
+        last = first + len(group.tensors)
+        own = dict(zip(group.tensors, bias_tensors[first:last], strict=True))
         launch(
-            q,
-            k,
-            v,
-            out,
             group,
-            own,
-            scale=scale if head_scale is None else head_scale,
+            call | own,
+            scale=scale,
             causal=causal,
             query_start=query_start,
             cosine=cosine,
         )
+        first = last
     return out
 
 

@@ -164,4 +164,4 @@ def _repeat(x: Tensor, groups: int) -> Tensor:
 
 
 def _is_zero(start: int | Tensor) -> bool:
-    return not isinstance(start, Tensor) and start == 0
+    return not isinstance(start, Tensor) and bool(start == 0)

@@ -39,7 +39,7 @@ def _tile(ptrs, in_keys, in_columns, RAGGED_KEYS: tl.constexpr, RAGGED_COLUMNS: 
         return tl.load(ptrs)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["query_start"])
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr,
     q_strides, k_strides, v_strides, o_strides,

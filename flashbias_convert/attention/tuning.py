@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+
+FACTORS = frozenset({"heads", "phi_q", "phi_k"})
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,15 @@ class LaunchSettings:
 
 
 def launch_settings(
-    *, n: int, m: int, d: int, dv: int, columns: int, half: bool, elementwise: bool
+    *,
+    n: int,
+    m: int,
+    d: int,
+    dv: int,
+    columns: int,
+    half: bool,
+    terms: Collection[str],
+    cosine: bool,
 ) -> LaunchSettings:
     """Settings for one launch.
 
@@ -32,7 +43,8 @@ def launch_settings(
         d, dv: head sizes, padded to powers of two.
         columns: padded number of factor columns.
         half: fp16 or bf16 inputs; fp32 products run on the plain arithmetic units.
-        elementwise: whether a table, regions, positions or a dense bias are added.
+        terms: names of the tensors that the kernel reads besides q, k and v.
+        cosine: rows are normalised in the kernel.
     """
     width = max(d, dv)
     if not half:
@@ -40,6 +52,5 @@ def launch_settings(
     if n <= 16:
         return LaunchSettings(16, 64, 4, 2)
     if width <= 64 and columns <= 64:
-        block_m = 128 if n >= 128 else 64
-        return LaunchSettings(block_m, 64, 4 if block_m == 64 or width <= 32 else 8, 3)
+        return LaunchSettings(128 if n >= 128 else 64, 64, 4 if width <= 32 else 8, 3)
     return LaunchSettings(64, 64 if width <= 128 and columns <= 128 else 32, 4, 2)

@@ -1,0 +1,91 @@
+"""How tensors of a call are walked: batch dimensions, heads, and what broadcasts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+#: Tensors of a term or of the call -> how many dimensions follow their batch dimensions. The
+#: head dimension, where there is one, comes first among them.
+TAILS = {
+    "q": 3,
+    "k": 3,
+    "v": 3,
+    "o": 3,
+    "key_mask": 1,
+    "starts": 0,
+    "phi_q": 3,
+    "phi_k": 3,
+    "key_bias": 2,
+    "key_bias_rows": 2,
+    "slopes": 1,
+    "alibi_rows": 2,
+    "pos_q": 1,
+    "pos_k": 1,
+    "table": 2,
+    "table_rows": 2,
+    "ids": 1,
+    "key_ids": 1,
+    "region_rows": 2,
+    "dense": 3,
+    "dense_rows": 2,
+}
+#: Vectors that all batch entries share.
+VECTORS = ("heads", "codes_q", "codes_k", "scale")
+
+
+def collapse_batch(
+    batch: Sequence[int], strides: Sequence[Sequence[int]]
+) -> tuple[list[int], list[list[int]]]:
+    """Merge batch dimensions that every tensor walks in one step.
+
+    Args:
+        batch: sizes of the batch dimensions.
+        strides: for each tensor its strides over them, 0 where it broadcasts.
+
+    Returns:
+        Sizes of the remaining dimensions, and strides over them for each tensor.
+    """
+    sizes: list[int] = []
+    merged: list[list[int]] = [[] for _ in strides]
+    for axis, size in enumerate(batch):
+        if size == 1:
+            continue
+        here = [s[axis] for s in strides]
+        if sizes and all(m[-1] == s * size for m, s in zip(merged, here, strict=True)):
+            sizes[-1] *= size
+            for own, stride in zip(merged, here, strict=True):
+                own[-1] = stride
+            continue
+        sizes.append(size)
+        for own, stride in zip(merged, here, strict=True):
+            own.append(stride)
+    return sizes, merged
+
+
+def batch_strides(name: str, tensor: Tensor, batch: Sequence[int]) -> list[int]:
+    """Strides over the batch dimensions of the call, 0 where the tensor broadcasts."""
+    lead = tensor.dim() - TAILS[name]
+    own = [0 if tensor.shape[i] == 1 else tensor.stride(i) for i in range(lead)]
+    own = own[max(lead - len(batch), 0) :]
+    return [0] * (len(batch) - len(own)) + own
+
+
+def own_strides(name: str, tensor: Tensor) -> list[int]:
+    """Strides after the batch dimensions; 0 for a dimension that all heads or rows share."""
+    tail = TAILS[name]
+    strides = [tensor.stride(i) for i in range(tensor.dim() - tail, tensor.dim())]
+    has_heads = tail >= 2 or name == "slopes"
+    if has_heads and tensor.shape[tensor.dim() - tail] == 1:
+        strides[0] = 0
+    if name.endswith("_rows") and tensor.shape[-1] == 1:
+        strides[-1] = 0
+    return strides
+
+
+def batch_entry(name: str, tensor: Tensor, dims: int, i: int) -> Tensor:
+    """Entry `i` of the first of `dims` batch dimensions."""
+    if name in VECTORS or tensor.dim() - TAILS[name] < dims:
+        return tensor
+    return tensor[i if tensor.shape[0] > 1 else 0]

@@ -1,0 +1,105 @@
+"""torch.compile, torch.export and autocast see the operator without graph breaks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from flashbias_convert.attention import PreparedBias, flashbias_attention
+from flashbias_convert.attention.packing import pack
+
+from .cases import Inputs
+from .conftest import INTERPRETED
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+def dynamo_backend(device: torch.device) -> str:
+    """The full compiler on a card; on the CPU what needs no C++ compiler."""
+    return "inductor" if device.type == "cuda" else "aot_eager"
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_full_graph(prepared: bool, backend: str, device: torch.device) -> None:
+    if INTERPRETED:
+        pytest.skip("compiled graphs do not run in Triton's interpreter")
+    x = Inputs(device, n=20)
+    bias = x.bias(x.low_rank(), x.table(), x.regions())
+    given = PreparedBias(bias) if prepared else bias
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = flashbias_attention(q, k, v, given, cosine=True, scale=5.0, backend=backend)
+        return out.transpose(1, 2).flatten(2)
+
+    expected = call(x.q, x.k, x.v)
+    compiled = torch.compile(call, fullgraph=True, backend=dynamo_backend(device))
+    assert torch.allclose(compiled(x.q, x.k, x.v), expected, atol=1e-5)
+
+
+def test_lengths_that_change_compile_a_few_times(backend: str, device: torch.device) -> None:
+    if INTERPRETED:
+        pytest.skip("compiled graphs do not run in Triton's interpreter")
+    compilations = 0
+
+    def count(graph: torch.fx.GraphModule, inputs: list) -> object:
+        nonlocal compilations
+        compilations += 1
+        return graph.forward
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return flashbias_attention(q, k, v, causal=True, backend=backend)
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=count)
+    for n in (49, 64, 100, 144, 197):
+        x = Inputs(device, n=n, d=32)
+        assert torch.allclose(compiled(x.q, x.k, x.v), call(x.q, x.k, x.v), atol=1e-5)
+    assert compilations <= 3
+
+
+def test_export(backend: str, device: torch.device) -> None:
+    if INTERPRETED:
+        pytest.skip("exported graphs do not run in Triton's interpreter")
+    x = Inputs(device, n=20)
+    bias = x.bias(x.low_rank())
+
+    class Attention(nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return flashbias_attention(q, k, v, bias, backend=backend)
+
+    program = torch.export.export(Attention(), (x.q, x.k, x.v))
+    expected = flashbias_attention(x.q, x.k, x.v, bias, backend=backend)
+    assert torch.allclose(program.module()(x.q, x.k, x.v), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_registration(contiguous: bool, kernel: str, device: torch.device) -> None:
+    """Schema, fake output (shape and strides) and dispatch agree with the real operator."""
+    from flashbias_convert.attention.registration import attention_op
+
+    x = Inputs(device, n=20, heads=3)
+    q, k, v = (x.q, x.k, x.v)
+    if not contiguous:
+        q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
+    packed = pack(x.bias(x.low_rank(), x.table()), half=False)
+    arguments = (q, k, v, packed.tensors, packed.spec, 0.25, None, None, 0, None, False, False)
+    torch.library.opcheck(attention_op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_autocast(backend: str, device: torch.device) -> None:
+    """q, k and v of a linear layer under autocast are half precision; terms stay fp32."""
+    if INTERPRETED:
+        pytest.skip("Triton's interpreter takes bf16 for raw bits")
+    x = Inputs(device, n=20)
+    bias = x.bias(x.low_rank())
+    linear = nn.Linear(16, 16).to(device)
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+        q, k, v = linear(x.q), linear(x.k), linear(x.v)
+        assert q.dtype == torch.bfloat16
+        out = flashbias_attention(q, k, v, bias, backend=backend)
+    truth = flashbias_attention(q.double(), k.double(), v.double(), bias, backend="eager")
+    assert out.dtype == torch.bfloat16
+    assert (out - truth).abs().max() < 0.02
