@@ -39,9 +39,15 @@ class TermTensors(nn.Module):
 
 
 class MaskMemo:
-    """Remembers whether the last mask that came was the one that a term stands for."""
+    """Remembers whether the last mask that came was the one that a term stands for.
 
-    def __init__(self) -> None:
+    Attributes:
+        doubtful: whether a mask of the planned shape may well be another: the last one was, or
+            the model's maps have changed size since.
+    """
+
+    def __init__(self, doubtful: bool = False) -> None:
+        self.doubtful = doubtful
         self._mask: weakref.ref[Tensor] | None = None
         self._version = 0
         self._equal = False
@@ -49,19 +55,20 @@ class MaskMemo:
     def stands_for(self, term: Regions | None, mask: Tensor) -> bool:
         """Whether `term` adds exactly `mask`, shape (nW, N, M).
 
-        Values are compared once per mask object and version, which synchronises with its device;
-        while torch.compile traces, only shapes are.
+        Values are compared once per mask object and version, which synchronises with its device.
+        While torch.compile traces, only shapes are, and a doubtful mask is not trusted.
         """
         if term is None or _mask_shape(term) != tuple(mask.shape):
             return False
         if torch.compiler.is_compiling():
-            return True
+            return not self.doubtful
         version = -1 if mask.is_inference() else mask._version
         known = self._mask is not None and self._mask() is mask and self._version == version
         if not known:
             dense = term.dense(*mask.shape[-2:], dtype=mask.dtype).squeeze(-3)
             self._equal = torch.equal(dense, mask)
             self._mask, self._version = weakref.ref(mask), version
+        self.doubtful = not self._equal
         return self._equal
 
 
@@ -90,6 +97,7 @@ class ScoreBiasModule(nn.Module):
         self.just_loaded = False
         #: whether the terms are placeholders that a state dict must fill
         self.awaits_load = False
+        self.mask_memo = MaskMemo()
         self._forget()
         for name, term in zip(bias.term_names(), bias.terms, strict=True):
             self.add_module(name, TermTensors(term))
@@ -97,7 +105,7 @@ class ScoreBiasModule(nn.Module):
     def _forget(self) -> None:
         """Drop everything that was derived from the buffers."""
         self._prepared: dict[tuple[str, ...], PreparedBias] = {}
-        self.mask_memo = MaskMemo()
+        self.mask_memo = MaskMemo(self.mask_memo.doubtful)
 
     def spec(self) -> dict[str, Any]:
         """See `ScoreBias.spec`; dtypes are those of now."""
@@ -169,7 +177,8 @@ class ScoreBiasModule(nn.Module):
             self.just_loaded = True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_prepared": {}, "mask_memo": MaskMemo()}
+        memo = MaskMemo(self.mask_memo.doubtful)
+        return {**self.__dict__, "_prepared": {}, "mask_memo": memo}
 
     def extra_repr(self) -> str:
         return f"num_heads={self._spec['num_heads']}, backend={self.backend!r}"

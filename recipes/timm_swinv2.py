@@ -39,6 +39,11 @@ class SwinV2WindowAttention(PatchedAttention):
         sizes = (tuple(self.window_size), tuple(self.pretrained_window_size))
         return (*self.cpb_mlp.parameters(), *sizes)
 
+    def set_window_size(self, window_size: tuple[int, int]) -> None:
+        # called for every new input size: with the same window, too, the shift mask may change
+        super().set_window_size(window_size)  # type: ignore[misc]
+        self.score_bias.mask_memo.doubtful = True
+
     def flashbias_forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         windows, n, channels = x.shape  # (B * nW, N, C)
         if self.q_bias is None:

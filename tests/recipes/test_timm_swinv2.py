@@ -204,6 +204,21 @@ def test_a_patched_model_compiles_into_one_graph(strict: bool) -> None:
             assert torch.equal(compiled(image()), out)
 
 
+def test_a_compiled_model_does_not_trust_a_mask_after_its_input_size_changed() -> None:
+    model = make(img_size=(48, 32))
+    patch(model)
+    model.set_input_size(img_size=(32, 48), window_size=8)  # as many windows, other masks
+    model = copy.deepcopy(model).to(torch.float32)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    plain = copy.deepcopy(model)
+    unpatch_model(plain)
+    x = image(32, 48)
+    with torch.no_grad():
+        truth = copy.deepcopy(plain).double()(x.double())
+        assert_parity(compiled(x), plain(x), truth)
+
+
 # -- the comparison notices what goes wrong --------------------------------------------------
 
 
