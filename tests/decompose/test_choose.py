@@ -263,6 +263,19 @@ def test_heads_on_different_grids_take_two_tables():
     assert torch.equal(found.bias.dense(36, 36), bias)
 
 
+def test_heads_that_can_share_a_table_do():
+    at = torch.arange(36)
+    row, column = at[:, None] // 6 - at[None, :] // 6, at[:, None] % 6 - at[None, :] % 6
+    window = gaussian(1, 11, 11)[:, row + 5, column + 5]
+    bias = torch.cat([table(n=36), noise(n=36), window])  # a line is a window, too
+    found = decompose(bias, DecomposeOptions(method="exact"))
+    assert [(t.kind, t.heads) for t in found.bias.terms] == [
+        ("relative_table", (0, 2)),
+        ("dense", (1,)),
+    ]
+    assert found.bias.terms[0].table.shape == (2, 121)
+
+
 def test_short_sites_are_left_alone_by_auto_only():
     bias = smooth(2, n=SHORTEST_N - 1)
     found = decompose(bias, DecomposeOptions())
