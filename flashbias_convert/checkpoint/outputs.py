@@ -48,7 +48,9 @@ def default_output(source: Path) -> Path:
     """``NAME.flashbias.safetensors`` beside a file, ``NAME.flashbias`` beside a folder."""
     if not is_folder(source):
         return source.with_name(f"{source.stem}.flashbias{_SUFFIX}")
-    folder = (source if source.is_dir() else source.parent).resolve()
+    folder = source if source.is_dir() else source.parent
+    if folder.name in ("", ".."):  # "." has no name to extend
+        folder = folder.resolve()
     return folder.with_name(f"{folder.name}.flashbias")
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from .files import WeightFiles, find_weight_files, read_json
-from .unwrap import strip_prefixes, unwrap
+from .unwrap import strip_lightning, strip_prefixes, unwrap
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     path = Path(path)
     found = find_weight_files(path)
     tensors, metadata, extras, notes = _read_all(found)
-    tensors = strip_prefixes(tensors)
+    tensors = strip_prefixes(strip_lightning(strip_prefixes(tensors), extras))
     if not tensors:
         raise CheckpointError(f"{path} holds no tensors")
     config = found.folder / "config.json"

@@ -58,6 +58,16 @@ def _tensors(content: Mapping[Any, Any]) -> tuple[dict[str, Tensor], list[str]]:
     return tensors, notes
 
 
+def strip_lightning(tensors: dict[str, Tensor], extras: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Remove the name under which a module of Lightning holds its model, if there is just one."""
+    if "pytorch-lightning_version" not in extras:
+        return tensors
+    owners = {key.partition(".")[0] for key in tensors}
+    if len(owners) != 1 or not all("." in key for key in tensors):
+        return tensors
+    return {key.partition(".")[2]: tensor for key, tensor in tensors.items()}
+
+
 def strip_prefixes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Remove the prefixes of DataParallel and torch.compile, in any order and number.
 

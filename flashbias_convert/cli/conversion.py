@@ -76,15 +76,17 @@ def _convert(
     output: Output,
     on_plan: Callable[[Plan], None],
 ) -> Conversion:
-    # nothing is ever downloaded; set before the libraries read it
+    # nothing is ever downloaded, and one bar is enough; set before the libraries read it
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # modules of the working directory can be named in --arch, but must not hide installed ones
-    sys.path.append(os.getcwd())
+    if request.arch is not None and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     import torch
 
     from ..checkpoint import convert_checkpoint
 
-    with output.progress("decomposing") as progress:
+    with output.progress("reading", "decomposing") as progress:
         return convert_checkpoint(
             request.checkpoint,
             request.output,

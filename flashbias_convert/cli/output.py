@@ -52,14 +52,19 @@ class Output:
             self._stderr.print(text)
 
     @contextmanager
-    def progress(self, what: str) -> Iterator[Callable[[int, int, str], None] | None]:
-        """A bar that a callback (done, total, name) moves; None where nobody would see it."""
+    def progress(self, before: str, what: str) -> Iterator[Callable[[int, int, str], None] | None]:
+        """A bar that a callback (done, total, name) moves; None where nobody would see it.
+
+        Args:
+            before: what happens until the first call.
+            what: what happens from then on.
+        """
         if self.quiet or not self._stderr.is_terminal:
             yield None
             return
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         with Progress(*columns, console=self._stderr, transient=True) as bar:
-            task = bar.add_task(what, total=None)
+            task = bar.add_task(before, total=None)
 
             def advance(done: int, total: int, name: str) -> None:
                 bar.update(task, completed=done, total=total, description=f"{what} {name}")

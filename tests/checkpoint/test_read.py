@@ -74,6 +74,17 @@ def test_prefixes_that_hide_two_tensors_are_an_error(tmp_path: Path) -> None:
         read_checkpoint(tmp_path / "x.pth")
 
 
+@pytest.mark.parametrize("prefix", ["model.", "net._orig_mod.", "module.model.module."])
+def test_the_name_of_the_model_in_a_lightning_module_comes_off(tmp_path: Path, prefix: str) -> None:
+    keyed = {prefix + k: v for k, v in WEIGHTS.items()}
+    torch.save({"state_dict": keyed, "pytorch-lightning_version": "2.4.0"}, tmp_path / "x.ckpt")
+    assert_equal(read_checkpoint(tmp_path / "x.ckpt").tensors, WEIGHTS)
+    torch.save({"state_dict": keyed | {"loss.w": torch.ones(1)}}, tmp_path / "y.ckpt")
+    assert any(
+        key.startswith(("model", "net")) for key in read_checkpoint(tmp_path / "y.ckpt").tensors
+    )
+
+
 def test_training_arguments_are_kept_beside_the_weights(tmp_path: Path) -> None:
     content = {"state_dict": WEIGHTS, "arch": "x", "args": argparse.Namespace(lr=1.0)}
     torch.save(content, tmp_path / "x.pth")
