@@ -117,6 +117,19 @@ def test_training_mode_is_the_original_with_all_its_gradients() -> None:
         assert torch.equal(parameter.grad, theirs[name].grad), name  # type: ignore[arg-type]
 
 
+class NothingBypassed(FlashBiasedAttention):
+    bypassed = ()
+
+
+def test_training_mode_is_the_original_if_no_child_is_bypassed() -> None:
+    model = make_model()
+    patch(model, recipes=[make_recipe(attention=NothingBypassed)], method="svd", energy=0.9)
+    attention(model).training = True  # without its children
+    plain = copy.deepcopy(model)
+    unpatch_model(plain)
+    assert torch.equal(run(attention(model)), run(attention(plain)))
+
+
 def test_dropout_switched_on_by_hand_is_applied() -> None:
     model = make_model()
     reference = copy.deepcopy(model)

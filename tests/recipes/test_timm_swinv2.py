@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -379,6 +380,18 @@ def test_a_mask_is_compared_once_per_object(monkeypatch: pytest.MonkeyPatch) -> 
         assert len(compared) == 1
         attn(window_tokens(), block.attn_mask.clone())
         assert len(compared) == 2
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_model_that_has_seen_masks_can_be_copied(duplicate: Callable[[Any], Any]) -> None:
+    model = make()
+    patch(model)
+    expected = run(model, image())
+    twin = duplicate(model)
+    assert torch.equal(run(twin, image()), expected)
+    twin.layers[0].blocks[1].attn_mask.zero_()
+    assert not torch.equal(run(twin, image()), expected)
+    assert torch.equal(run(model, image()), expected)
 
 
 def test_a_mask_of_another_form_stays_dense_and_is_told() -> None:
