@@ -306,6 +306,35 @@ def test_the_extracted_bias_is_what_the_original_adds() -> None:
     assert not torch.equal(seen[0], seen[1])
 
 
+@pytest.mark.parametrize("arguments", [{}, {"qkv_bias": False}, {"separate": True}])
+def test_q_and_k_are_the_originals_bit_for_bit_and_nothing_is_copied(
+    arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attn = make(**arguments).bfloat16().layers[0].blocks[0].attn
+    x = window_tokens().bfloat16()
+    theirs: list[Tensor] = []
+    ours: list[Tensor] = []
+    right = masks_module.attend_windows
+
+    def recorded(terms: Any, *qkv: Any, **kwargs: Any) -> Tensor:
+        ours.extend(qkv[:3])
+        return right(terms, *qkv, **kwargs)
+
+    monkeypatch.setattr("flashbias_convert.recipes.timm_swinv2.attend_windows", recorded)
+    with torch.no_grad():
+        normalize = nn.functional.normalize
+        with monkeypatch.context() as context:
+            context.setattr(
+                nn.functional, "normalize", lambda t, **kw: theirs.append(t) or normalize(t, **kw)
+            )
+            attn(x)
+        patch(attn)
+        attn(x)
+    assert len(theirs) == 2 and len(ours) == 3
+    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    assert len({t.untyped_storage().data_ptr() for t in ours}) == 1
+
+
 def test_the_windows_that_the_shift_mask_affects_are_right() -> None:
     model, block, attn = shifted_block()
     patch(model)
