@@ -26,9 +26,12 @@ ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda")
 
 
-def candidates(n: int) -> list[LaunchSettings]:
-    """Settings worth trying for n queries."""
-    grid = itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4))
+def candidates(quick: bool) -> list[LaunchSettings]:
+    """Settings worth trying."""
+    if quick:
+        usual = itertools.product(((64, 32), (64, 64), (128, 64)), (2, 3), (False, True))
+        return [LaunchSettings(*blocks, 4, stages, every) for blocks, stages, every in usual]
+    grid = itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4), (False, True))
     settings = [LaunchSettings(*each) for each in grid]
     return [s for s in settings if not (s.block_m == 64 and s.num_warps == 8)]
 
@@ -73,19 +76,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
     parser.add_argument("--output", type=Path, default=ROOT / "scripts/results/tuning.csv")
+    parser.add_argument("--quick", action="store_true", help="only the usual winners")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     options = parser.parse_args()
-    jobs = [(name, s) for name in options.shapes for s in candidates(SHAPES[name].n)]
+    jobs = [(name, s) for name in options.shapes for s in candidates(options.quick)]
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
         pool.map(run_once, jobs, chunksize=4)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     with options.output.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["shape", "block_m", "block_n", "num_warps", "num_stages", "ms", "card"])
+        writer.writerow(
+            ["shape", "block_m", "block_n", "num_warps", "num_stages", "pipeline_all", "ms", "card"]
+        )
         for name in options.shapes:
             call = make_call(name)
             results = []
-            for settings in candidates(SHAPES[name].n):
+            for settings in candidates(options.quick):
                 use(settings)
                 try:
                     results.append((time_ms(call), settings))
@@ -93,10 +99,10 @@ def main() -> None:
                     continue
             for ms, s in sorted(results, key=lambda r: r[0]):
                 writer.writerow([name, s.block_m, s.block_n, s.num_warps, s.num_stages,
-                                 f"{ms:.4f}", torch.cuda.get_device_name()])  # fmt: skip
+                                 s.pipeline_all, f"{ms:.4f}", torch.cuda.get_device_name()])  # fmt: skip
             for ms, s in sorted(results, key=lambda r: r[0])[:4]:
                 print(f"{name:30s} {ms:.4f} ms  BM={s.block_m} BN={s.block_n} "
-                      f"warps={s.num_warps} stages={s.num_stages}", flush=True)  # fmt: skip
+                      f"warps={s.num_warps} stages={s.num_stages} all={s.pipeline_all}", flush=True)  # fmt: skip
             file.flush()
 
 

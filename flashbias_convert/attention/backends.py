@@ -26,9 +26,14 @@ class BackendFallbackWarning(UserWarning):
     """A slower backend runs because the fast one cannot."""
 
 
-@cache
+@torch.compiler.assume_constant_result
 def device_problem(device: torch.device) -> str | None:
     """Why the Triton kernel cannot run on `device`, or None if it can."""
+    return _device_problem(device)
+
+
+@cache
+def _device_problem(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if device.type == "cpu":

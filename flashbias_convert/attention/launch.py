@@ -7,6 +7,7 @@ with a small input would otherwise spend more time in Python than on the card.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -14,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .packing import GroupSpec
+from .packing import SMALLEST_SCALE, GroupSpec
 from .strides import TAILS, VECTORS, batch_entry, batch_strides, collapse_batch, own_strides
 from .tuning import LaunchSettings, launch_settings
 
 #: Batch dimensions that the kernel can tell apart.
 MAX_BATCH_DIMS = 3
+#: Tensors that the kernel walks in steps over the keys.
+STEPPED = ("k", "v", "phi_k", "dense")
 #: How many plans to keep; a model has a few dozen.
 MAX_PLANS = 4096
 
@@ -70,23 +73,32 @@ def launch(
     if tensors["o"].numel() == 0:
         return
     layout = tuple((n, t.dtype, t.shape, t.stride()) for n, t in tensors.items())
-    key = (spec, causal, cosine, tensors["q"].device, layout)
+    plain_scale = "scale" not in tensors and scale >= SMALLEST_SCALE
+    key = (spec, causal, cosine, plain_scale, tensors["q"].device, layout)
     plan = _PLANS.get(key)
     if plan is None:
         if len(_PLANS) >= MAX_PLANS:
             _PLANS.clear()
-        plan = _PLANS[key] = make_plan(spec, tensors, causal=causal, cosine=cosine)
+        plan = _PLANS[key] = make_plan(
+            spec, tensors, causal=causal, cosine=cosine, plain_scale=plain_scale
+        )
     if plan.slices:
         dims = tensors["q"].dim() - 3
         for i in range(tensors["q"].shape[0]):
             entry = {n: batch_entry(n, t, dims, i) for n, t in tensors.items()}
             launch(spec, entry, scale=scale, causal=causal, query_start=query_start, cosine=cosine)
         return
-    run(plan, tensors, scale, query_start)
+    with on_device(tensors["q"].device):
+        run(plan, tensors, scale, query_start)
 
 
 def make_plan(
-    spec: GroupSpec, tensors: Mapping[str, Tensor], *, causal: bool, cosine: bool
+    spec: GroupSpec,
+    tensors: Mapping[str, Tensor],
+    *,
+    causal: bool,
+    cosine: bool,
+    plain_scale: bool,
 ) -> LaunchPlan:
     """Work out arguments and grid; see `launch` for the arguments."""
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
@@ -129,11 +141,15 @@ def make_plan(
         "BLOCK_DV": padded(dv),
         "COLUMNS": spec.columns,
         "SPLIT": spec.split,
+        "SCALED": spec.scaled,
+        "PLAIN_SCALE": plain_scale,
+        "WIDE": any(reach(tensors[n]) >= 2**31 for n in STEPPED if n in tensors),
         "CAUSAL": causal,
         "COSINE": cosine,
         "SYMMETRIC": spec.symmetric,
         "BM": settings.block_m,
         "BN": settings.block_n,
+        "STAGES": settings.num_stages if settings.pipeline_all else None,
     }
     order = _kernel().arg_names
     return LaunchPlan(
@@ -144,17 +160,15 @@ def make_plan(
     )
 
 
-def run(plan: LaunchPlan, tensors: Mapping[str, Tensor], scale: float, query_start: int) -> None:
-    """Launch on the tensors' own device, whatever the current one is."""
-    device = tensors["q"].device
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make the tensors' own device the current one: Triton launches on that."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            _run(plan, tensors, scale, query_start)
-    else:
-        _run(plan, tensors, scale, query_start)
+        return torch.cuda.device(device)
+    return nullcontext()
 
 
-def _run(plan: LaunchPlan, tensors: Mapping[str, Tensor], scale: float, query_start: int) -> None:
+def run(plan: LaunchPlan, tensors: Mapping[str, Tensor], scale: float, query_start: int) -> None:
+    """Launch on the current device."""
     kernel = _kernel()
     values = list(plan.arguments.values())
     values[plan.positions["scale"]] = scale
@@ -174,9 +188,45 @@ def _run(plan: LaunchPlan, tensors: Mapping[str, Tensor], scale: float, query_st
     )
 
 
+def reach(tensor: Tensor) -> int:
+    """Largest offset within the last two dimensions, which the kernel walks step by step."""
+    return sum(
+        (size - 1) * stride
+        for size, stride in zip(tensor.shape[-2:], tensor.stride()[-2:], strict=True)
+    )
+
+
 def padded(size: int) -> int:
     """The power of two, at least 16, that a matrix product needs."""
     return max(16, 1 << (size - 1).bit_length())
+
+
+def normalize_rows(x: Tensor) -> Tensor:
+    """Rows of x (*batch, H, M, D) scaled to unit length; zero rows stay zero.
+
+    Half-precision rows come back as fp16: numbers up to one need no other exponent, and its
+    rounding is eight times finer than that of bf16.
+    """
+    from .triton_forward import normalize_rows_kernel
+
+    out = torch.empty(
+        x.shape, dtype=x.dtype if x.dtype == torch.float32 else torch.float16, device=x.device
+    )
+    *batch, heads, m, d = x.shape
+    sizes, (strides,) = collapse_batch(batch, [batch_strides("k", x, batch)])
+    if len(sizes) > MAX_BATCH_DIMS:
+        return torch.stack([normalize_rows(entry) for entry in x]) if x.numel() else out
+    lead = [1] * (MAX_BATCH_DIMS - len(sizes))
+    sizes = lead + sizes
+    rows = max(16, 2048 // padded(d))
+    programs = -(-m // rows) * heads * sizes[0] * sizes[1] * sizes[2]
+    walk = (*[0] * len(lead), *strides, *own_strides("k", x))
+    if programs:
+        with on_device(x.device):
+            normalize_rows_kernel[(programs,)](
+                x, out, walk, sizes[1], sizes[2], heads, m, D=d, BLOCK_D=padded(d), ROWS=rows
+            )
+    return out
 
 
 @cache

@@ -98,26 +98,31 @@ def triton_attention(
     args: AttentionArguments,
 ) -> Tensor:
     """Attention by the Triton kernel, whose limits have been checked."""
-    from .registration import attention_op
+    from .registration import attention_op, normalize_keys
 
     start = args.query_start
+    head_scale = None
+    number: float | None = None
+    if isinstance(args.scale, Tensor):
+        head_scale = args.scale.to(q.device, torch.float32).contiguous()
+    else:
+        number = float(args.scale)
     if bias is None:
         packed = NO_BIAS
     elif isinstance(start, Tensor):
-        packed = pack(place_queries(bias.bias, q.shape[-2], start), half=q.dtype != torch.float32)
+        placed = place_queries(bias.bias, q.shape[-2], start)
+        packed = pack(placed, half=q.dtype != torch.float32, scale=number)
     else:
-        packed = bias.packed(q.dtype)
-    if isinstance(args.scale, Tensor):
-        scale, head_scale = 1.0, args.scale.to(q.device, torch.float32).contiguous()
-    else:
-        scale, head_scale = float(args.scale), None
+        packed = bias.packed(q.dtype, number)
+    if args.cosine:
+        k = normalize_keys(k)
     return attention_op(
         q,
         k,
         v,
         packed.tensors,
         packed.spec,
-        scale,
+        1.0 if number is None else number,
         head_scale,
         None if args.key_mask is None else args.key_mask.view(torch.uint8),
         0 if isinstance(start, Tensor) else start,

@@ -7,8 +7,8 @@ is in a `GroupSpec`; it never depends on the value of a tensor, so packing does 
 
 from __future__ import annotations
 
+import ast
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedTermError
 from ..terms import Alibi, Dense, KeyBias, LowRank, Regions, RelativeTable, ScoreBias, Term
-from .factors import balance, effective_factors, high_low
+from .factors import balance, effective_factors, split_columns
 
 #: Numbers of factor columns that kernels are compiled for.
 COLUMN_BUCKETS = (16, 32, 64, 128, 256)
@@ -32,6 +32,7 @@ class GroupSpec:
         heads: the query heads of the group; None means all.
         columns: padded number of factor columns, 0 without factors.
         split: how many leading factor columns come as high and low parts.
+        scaled: phi_q is already divided by the scale of q k and rounded.
         symmetric: ALiBi by absolute distance.
         region_value: what a pair of different regions adds.
         tensors: names of the tensors that follow, in order.
@@ -40,9 +41,22 @@ class GroupSpec:
     heads: tuple[int, ...] | None
     columns: int = 0
     split: int = 0
+    scaled: bool = False
     symmetric: bool = False
     region_value: float = 0.0
     tensors: tuple[str, ...] = ()
+
+    def values(self) -> tuple[object, ...]:
+        """The fields in order."""
+        return (
+            self.heads,
+            self.columns,
+            self.split,
+            self.scaled,
+            self.symmetric,
+            self.region_value,
+            self.tensors,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +64,7 @@ class PackedBias:
     """Flat tensors, and a string that says what they are.
 
     Attributes:
-        spec: JSON list of `GroupSpec` fields.
+        spec: literal of the `GroupSpec` values of all groups.
         tensors: the tensors of all groups, in order.
     """
 
@@ -62,23 +76,30 @@ class PackedBias:
 def parse_spec(spec: str) -> tuple[GroupSpec, ...]:
     """The groups that a `PackedBias.spec` describes."""
 
-    def revive(entry: dict[str, object]) -> GroupSpec:
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
-        return GroupSpec(**values)  # type: ignore[arg-type]
-
-    return tuple(revive(entry) for entry in json.loads(spec))
+    return tuple(GroupSpec(*values) for values in ast.literal_eval(spec))
 
 
 #: What the kernel reads when there is no bias.
-NO_BIAS = PackedBias(json.dumps([dataclasses.asdict(GroupSpec(None))]), [])
+NO_BIAS = PackedBias(repr((GroupSpec(None).values(),)), [])
 
 
-def pack(bias: ScoreBias, *, half: bool) -> PackedBias:
+#: Scales smaller than this go into q, because factors divided by them could overflow.
+SMALLEST_SCALE = 2.0**-8
+
+
+def scale_size(scale: float) -> float:
+    """What factors are divided by and the exponential multiplies again: |scale|, or 1."""
+    return abs(scale) if abs(scale) >= SMALLEST_SCALE else 1.0
+
+
+def pack(bias: ScoreBias, *, half: bool, scale: float | None = None) -> PackedBias:
     """Prepare a bias for the Triton kernel.
 
     Args:
         bias: the terms.
         half: factors in fp16 next to fp16 or bf16 scores; else in fp32.
+        scale: the scale of q k, if it is one number. Factors are then divided by it here and not
+            in the kernel.
 
     Raises:
         UnsupportedTermError: a sum that the kernel cannot add; see `unsupported`.
@@ -90,10 +111,11 @@ def pack(bias: ScoreBias, *, half: bool) -> PackedBias:
         raise UnsupportedTermError(f"the triton backend cannot add this bias: {reason}")
     specs, flat = [], []
     for heads in head_groups(bias, half=half):
-        spec, tensors = _pack_group(bias, heads, half)
-        specs.append(dataclasses.asdict(spec))
+        spec, tensors = _pack_group(bias, heads, half, scale)
+        specs.append(spec.values())
         flat += tensors
-    return PackedBias(json.dumps(specs), flat)
+    # a literal and no JSON, because torch.compile must see through this, too
+    return PackedBias(repr(tuple(specs)), flat)
 
 
 def unsupported(bias: ScoreBias, *, half: bool) -> str | None:
@@ -163,7 +185,7 @@ def _signature(bias: ScoreBias, head: int, half: bool) -> tuple[object, ...]:
 
 
 def _pack_group(
-    bias: ScoreBias, heads: tuple[int, ...], half: bool
+    bias: ScoreBias, heads: tuple[int, ...], half: bool, scale: float | None
 ) -> tuple[GroupSpec, list[Tensor]]:
     every = heads == tuple(range(bias.num_heads))
     chosen = (
@@ -176,8 +198,9 @@ def _pack_group(
         tensors["heads"] = torch.tensor(heads, dtype=torch.int32, device=bias.device)
     thin = [t for t in chosen.terms if isinstance(t, LowRank) and max(t.head_ranks()) > 0]
     if thin:
-        columns, split, tensors["phi_q"], tensors["phi_k"] = _pack_factors(thin, half)
-        spec = dataclasses.replace(spec, columns=columns, split=split)
+        split, tensors["phi_q"], tensors["phi_k"] = _pack_factors(thin, half, scale)
+        columns = tensors["phi_q"].shape[-1]
+        spec = dataclasses.replace(spec, columns=columns, split=split, scaled=scale is not None)
     for term in chosen.terms:
         if isinstance(term, LowRank):
             continue
@@ -189,12 +212,14 @@ def _pack_group(
     return dataclasses.replace(spec, tensors=tuple(tensors)), list(tensors.values())
 
 
-def _pack_factors(terms: Sequence[LowRank], half: bool) -> tuple[int, int, Tensor, Tensor]:
-    """Columns, split columns, phi_q and phi_k of a group.
+def _pack_factors(
+    terms: Sequence[LowRank], half: bool, scale: float | None
+) -> tuple[int, Tensor, Tensor]:
+    """Number of split columns, phi_q and phi_k of a group, padded to a compiled number of columns.
 
-    phi_q stays fp32 (*batch, H, N, C): the kernel divides it by the scale of q k before it rounds.
-    phi_k has the dtype of the product. In both, the first 3 * split columns are triples: q has
-    the same column three times (the kernel takes high, high and low parts), k has high, low, high.
+    The first 3 * split columns are triples: (high, high, low) parts of q, (high, low, high) of k.
+    Without a scale, phi_q stays fp32 with each split column three times, and the kernel divides by
+    the scale before it takes the parts.
     """
     dtype = torch.float16 if half else torch.float32
     split_q, split_k, plain_q, plain_k = [], [], [], []
@@ -202,23 +227,29 @@ def _pack_factors(terms: Sequence[LowRank], half: bool) -> tuple[int, int, Tenso
         rank = max(term.head_ranks())
         phi_q, phi_k = effective_factors(term)
         phi_q, phi_k = balance(phi_q[..., :rank].float(), phi_k[..., :rank].float())
+        if scale is not None:
+            phi_q = phi_q / scale_size(scale)
         count = min(_splits(term, half), rank)
-        high, low = high_low(phi_k[..., :count], dtype)
-        split_q.append(phi_q[..., :count].repeat_interleave(3, -1))
-        split_k.append(torch.stack([high, low, high], -1).flatten(-2))
-        plain_q.append(phi_q[..., count:])
-        plain_k.append(phi_k[..., count:].to(dtype))
-    packed_q, packed_k = _side_by_side(split_q + plain_q), _side_by_side(split_k + plain_k)
-    columns = bucket(packed_q.shape[-1])
-    missing = columns - packed_q.shape[-1]
-    pad = torch.nn.functional.pad
+        packed_q, packed_k = split_columns(phi_q, phi_k, count, dtype)
+        if scale is None:
+            repeated = phi_q[..., :count].repeat_interleave(3, -1)
+            packed_q = torch.cat([repeated, phi_q[..., count:]], -1)
+        split_q.append(packed_q[..., : 3 * count])
+        split_k.append(packed_k[..., : 3 * count])
+        plain_q.append(packed_q[..., 3 * count :])
+        plain_k.append(packed_k[..., 3 * count :])
     split = sum(t.shape[-1] for t in split_q) // 3
     return (
-        columns,
         split,
-        pad(packed_q, (0, missing)).contiguous(),
-        pad(packed_k, (0, missing)).contiguous(),
+        _padded(_side_by_side(split_q + plain_q)),
+        _padded(_side_by_side(split_k + plain_k)),
     )
+
+
+def _padded(columns: Tensor) -> Tensor:
+    """Zero columns up to a number that kernels are compiled for."""
+    missing = bucket(columns.shape[-1]) - columns.shape[-1]
+    return torch.nn.functional.pad(columns, (0, missing)).contiguous()
 
 
 def _side_by_side(parts: list[Tensor]) -> Tensor:

@@ -22,16 +22,16 @@ class PreparedBias:
     def __init__(self, bias: ScoreBias) -> None:
         self.bias = bias
         self.requires_grad = bias.requires_grad
-        self._packed: dict[bool, PackedBias] = {}
+        self._packed: dict[tuple[bool, float | None], PackedBias] = {}
         self._problems: dict[bool, str | None] = {}
         self._fits: set[tuple[object, ...]] = set()
 
-    def packed(self, dtype: torch.dtype) -> PackedBias:
-        """The form that the kernel reads next to q, k and v of `dtype`."""
-        half = _is_half(dtype)
-        if half not in self._packed:
-            self._packed[half] = pack(self.bias, half=half)
-        return self._packed[half]
+    def packed(self, dtype: torch.dtype, scale: float | None) -> PackedBias:
+        """The form that the kernel reads next to q, k and v of `dtype`; see `pack` for `scale`."""
+        key = (_is_half(dtype), scale)
+        if key not in self._packed:
+            self._packed[key] = pack(self.bias, half=key[0], scale=scale)
+        return self._packed[key]
 
     def problem(self, dtype: torch.dtype) -> str | None:
         """Why the kernel cannot add this bias, or None if it can."""

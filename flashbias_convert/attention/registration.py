@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .launch import launch
+from .launch import launch, normalize_rows
 from .packing import parse_spec
 
 
@@ -68,6 +68,17 @@ def _(
     cosine: bool,
 ) -> Tensor:
     return empty_output(q, v)
+
+
+@torch.library.custom_op("flashbias_convert::normalize_keys", mutates_args=())
+def normalize_keys(k: Tensor) -> Tensor:
+    """Rows of k (*batch, H, M, D) scaled to unit length; half-precision rows become fp16."""
+    return normalize_rows(k)
+
+
+@normalize_keys.register_fake
+def _(k: Tensor) -> Tensor:
+    return k.new_empty(k.shape, dtype=k.dtype if k.dtype == torch.float32 else torch.float16)
 
 
 def empty_output(q: Tensor, v: Tensor) -> Tensor:

@@ -164,4 +164,7 @@ def _repeat(x: Tensor, groups: int) -> Tensor:
 
 
 def _is_zero(start: int | Tensor) -> bool:
-    return not isinstance(start, Tensor) and bool(start == 0)
+    if isinstance(start, Tensor):
+        return False
+    # a branch, because a symbolic size compares to a symbolic boolean
+    return True if start == 0 else False  # noqa: SIM210

@@ -11,13 +11,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from . import packing
+
 LOG2E = tl.constexpr(1.4426950408889634)
+SMALLEST_SCALE = tl.constexpr(packing.SMALLEST_SCALE)
 
 
 @triton.jit
 def _at(ptr, strides, b0, b1, b2):
     """`ptr` moved to one batch entry; 64-bit, since offsets may pass 2**31."""
-    return ptr + b0.to(tl.int64) * strides[0] + b1.to(tl.int64) * strides[1] + b2 * strides[2]
+    return (
+        ptr
+        + b0.to(tl.int64) * strides[0]
+        + b1.to(tl.int64) * strides[1]
+        + b2.to(tl.int64) * strides[2]
+    )
 
 
 @triton.jit
@@ -56,9 +64,10 @@ def attention_kernel(
     dense_ptr, dense_strides, dense_rows_ptr, dense_rows_strides,
     region_value, batch_1, batch_2, G, kv_group, N, M,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    COLUMNS: tl.constexpr, SPLIT: tl.constexpr,
+    COLUMNS: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
+    PLAIN_SCALE: tl.constexpr, WIDE: tl.constexpr,
     CAUSAL: tl.constexpr, COSINE: tl.constexpr, SYMMETRIC: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     ELEMENTWISE: tl.constexpr = (
         key_bias_ptr is not None
@@ -94,10 +103,11 @@ def attention_kernel(
     if starts_ptr is not None:
         start = tl.load(_at(starts_ptr, starts_strides, b0, b1, b2)).to(tl.int32)
 
-    # the scale: its size goes into the exponent, its sign and zero into q
+    # the size of the scale waits for the exponential and its sign goes into q, which stays exact;
+    # factors are divided by the size, so a tiny scale goes into q, too, lest they overflow
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + h)
-    size = tl.maximum(tl.abs(scale), 0.0009765625)
+    size = tl.where(tl.abs(scale) < SMALLEST_SCALE, 1.0, tl.abs(scale))
     sign = scale / size
 
     q_ptr = _at(q_ptr, q_strides, b0, b1, b2) + h.to(tl.int64) * q_strides[3]
@@ -110,25 +120,26 @@ def attention_kernel(
         wide = q.to(tl.float32)
         length = tl.sqrt(tl.sum(wide * wide, 1))
         wide = wide * (sign / tl.maximum(length, 1e-12))[:, None]
-        q = wide.to(q.dtype)
-    else:
+        q = wide.to(k_ptr.dtype.element_ty)
+    elif not PLAIN_SCALE:
         q = (q * sign).to(q.dtype)
 
     if COLUMNS > 0:
         offs_c = tl.arange(0, COLUMNS)
         phi_q_ptr = _at(phi_q_ptr, phi_q_strides, b0, b1, b2) + g.to(tl.int64) * phi_q_strides[3]
-        wide_q = tl.load(
+        phi_q = tl.load(
             phi_q_ptr + safe_m[:, None] * phi_q_strides[4] + offs_c[None, :],
             mask=in_rows[:, None],
             other=0.0,
-        )
-        wide_q = wide_q / size
-        phi_q = wide_q.to(phi_k_ptr.dtype.element_ty)  # (BM, COLUMNS)
-        if SPLIT > 0:
-            # every third of the leading columns carries what rounding has cut off
-            is_low = (offs_c < 3 * SPLIT) & (offs_c % 3 == 2)
-            low = (wide_q - phi_q.to(tl.float32)).to(phi_q.dtype)
-            phi_q = tl.where(is_low[None, :], low, phi_q)
+        )  # (BM, COLUMNS)
+        if not SCALED:
+            wide_q = phi_q * (1.0 / size)
+            phi_q = wide_q.to(phi_k_ptr.dtype.element_ty)
+            if SPLIT > 0:
+                # every third of the leading columns carries what rounding has cut off
+                is_low = (offs_c < 3 * SPLIT) & (offs_c % 3 == 2)
+                low = (wide_q - phi_q.to(tl.float32)).to(phi_q.dtype)
+                phi_q = tl.where(is_low[None, :], low, phi_q)
         phi_k_ptr = _at(phi_k_ptr, phi_k_strides, b0, b1, b2) + g.to(tl.int64) * phi_k_strides[3]
 
     # what the elementwise terms need of the rows
@@ -193,8 +204,9 @@ def attention_kernel(
     for MASKED in tl.static_range(2):
         lower = full if MASKED else 0
         upper = end if MASKED else full
-        for s in tl.range(lower, upper, BN):
-            far = tl.cast(s, tl.int64)
+        for s in tl.range(lower, upper, BN, num_stages=STAGES):
+            # 64 bits where an offset may need them; they cost a little in every step
+            far = tl.cast(s, tl.int64) if WIDE else s
             offs_k = s + offs_n
             in_keys = offs_k < M
             # vectors over keys are read at a valid key; the scores of the others are masked below
@@ -209,9 +221,6 @@ def attention_kernel(
                 D < BLOCK_D,
             )  # (BLOCK_D, BN)
             x = tl.dot(q, k, input_precision="ieee")
-            if COSINE:
-                wide_k = k.to(tl.float32)
-                x *= tl.rsqrt(tl.maximum(tl.sum(wide_k * wide_k, 0), 1e-24))[None, :]
             if COLUMNS > 0:
                 phi_k = _tile(
                     phi_k_ptrs + far * phi_k_strides[4], in_keys[None, :], None, MASKED, False
@@ -287,3 +296,28 @@ def attention_kernel(
         acc.to(o_ptr.dtype.element_ty),
         mask=in_rows[:, None] & (offs_dv[None, :] < DV),
     )
+
+
+@triton.jit
+def normalize_rows_kernel(
+    x_ptr, out_ptr, x_strides, batch_1, batch_2, H, M,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Rows of x (*batch, H, M, D) scaled to unit length in fp32, written contiguously."""
+    blocks = tl.cdiv(M, ROWS)
+    pid = tl.program_id(0)
+    h = (pid // blocks) % H
+    b = pid // blocks // H
+    b2 = b % batch_2
+    b1 = (b // batch_2) % batch_1
+    b0 = b // batch_2 // batch_1
+    rows = ((pid % blocks) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    columns = tl.arange(0, BLOCK_D)
+    inside = (rows < M)[:, None] & (columns < D)[None, :]
+    x_ptr = _at(x_ptr, x_strides, b0, b1, b2) + h.to(tl.int64) * x_strides[3]
+    at = rows[:, None] * x_strides[4] + columns[None, :] * x_strides[5]
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    x = x / tl.maximum(tl.sqrt(tl.sum(x * x, 1)), 1e-12)[:, None]
+    out_ptr += (b * H + h).to(tl.int64) * M * D
+    out = x.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + rows[:, None] * D + columns[None, :], out, mask=inside)

@@ -17,12 +17,14 @@ class LaunchSettings:
         block_n: keys per step.
         num_warps: warps per program.
         num_stages: depth of the software pipeline.
+        pipeline_all: fetch ahead what elementwise terms read, too, not only operands of products.
     """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    pipeline_all: bool = False
 
 
 def launch_settings(
@@ -51,6 +53,15 @@ def launch_settings(
         return LaunchSettings(32 if width <= 64 else 16, 32, 4, 2)
     if n <= 16:
         return LaunchSettings(16, 64, 4, 2)
-    if width <= 64 and columns <= 64:
-        return LaunchSettings(128 if n >= 128 else 64, 64, 4 if width <= 32 else 8, 3)
-    return LaunchSettings(64, 64 if width <= 128 and columns <= 128 else 32, 4, 2)
+    if width <= 32:
+        return LaunchSettings(64, 64 if columns <= 32 else 32, 4, 3)
+    if width <= 64:
+        return LaunchSettings(64 if terms_beside_factors(terms) else 128, 64, 4, 3)
+    if width <= 128 and columns <= 64:
+        return LaunchSettings(128, 64, 8, 2)
+    return LaunchSettings(64, 32, 4, 2)
+
+
+def terms_beside_factors(terms: Collection[str]) -> bool:
+    """Whether the kernel adds anything element by element."""
+    return bool(set(terms) - FACTORS)

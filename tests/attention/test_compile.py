@@ -103,3 +103,36 @@ def test_autocast(backend: str, device: torch.device) -> None:
     truth = flashbias_attention(q.double(), k.double(), v.double(), bias, backend="eager")
     assert out.dtype == torch.bfloat16
     assert (out - truth).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_the_kernel_call_is_traced_whole(
+    prepared: bool, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """Everything around the kernel, packing included, is one graph. Needs no card."""
+    from flashbias_convert.attention import backends, registration
+
+    monkeypatch.setattr(backends, "_device_problem", lambda device: None)
+    monkeypatch.setattr(registration, "launch", lambda spec, tensors, **_: tensors["o"].fill_(7))
+    x = Inputs(device, n=20)
+    bias = x.bias(x.low_rank(ranks=(2, 5)), x.table(), x.regions())
+    given = PreparedBias(bias) if prepared else bias
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return flashbias_attention(q, k, v, given, causal=True, backend="triton")
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert (compiled(x.q, x.k, x.v) == 7).all()
+
+
+def test_the_automatic_choice_is_traced_whole(device: torch.device) -> None:
+    if INTERPRETED:
+        pytest.skip("compiled graphs do not run in Triton's interpreter")
+    x = Inputs(device, n=20)
+    bias = PreparedBias(x.bias(x.low_rank()))
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return flashbias_attention(q, k, v, bias)
+
+    compiled = torch.compile(call, fullgraph=True, backend=dynamo_backend(device))
+    assert torch.allclose(compiled(x.q, x.k, x.v), call(x.q, x.k, x.v), atol=1e-5)
