@@ -29,9 +29,9 @@ DEVICE = torch.device("cuda")
 def candidates(quick: bool) -> list[LaunchSettings]:
     """Settings worth trying."""
     if quick:
-        usual = itertools.product(((64, 32), (64, 64), (128, 64)), (2, 3), (False, True))
-        return [LaunchSettings(*blocks, 4, stages, every) for blocks, stages, every in usual]
-    grid = itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4), (False, True))
+        usual = itertools.product(((64, 32), (64, 64), (128, 64)), (2, 3))
+        return [LaunchSettings(*blocks, 4, stages) for blocks, stages in usual]
+    grid = itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4))
     settings = [LaunchSettings(*each) for each in grid]
     return [s for s in settings if not (s.block_m == 64 and s.num_warps == 8)]
 
@@ -85,9 +85,7 @@ def main() -> None:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     with options.output.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(
-            ["shape", "block_m", "block_n", "num_warps", "num_stages", "pipeline_all", "ms", "card"]
-        )
+        writer.writerow(["shape", "block_m", "block_n", "num_warps", "num_stages", "ms", "card"])
         for name in options.shapes:
             call = make_call(name)
             results = []
@@ -99,10 +97,10 @@ def main() -> None:
                     continue
             for ms, s in sorted(results, key=lambda r: r[0]):
                 writer.writerow([name, s.block_m, s.block_n, s.num_warps, s.num_stages,
-                                 s.pipeline_all, f"{ms:.4f}", torch.cuda.get_device_name()])  # fmt: skip
+                                 f"{ms:.4f}", torch.cuda.get_device_name()])  # fmt: skip
             for ms, s in sorted(results, key=lambda r: r[0])[:4]:
                 print(f"{name:30s} {ms:.4f} ms  BM={s.block_m} BN={s.block_n} "
-                      f"warps={s.num_warps} stages={s.num_stages} all={s.pipeline_all}", flush=True)  # fmt: skip
+                      f"warps={s.num_warps} stages={s.num_stages}", flush=True)  # fmt: skip
             file.flush()
 
 

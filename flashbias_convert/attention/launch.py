@@ -149,7 +149,6 @@ def make_plan(
         "SYMMETRIC": spec.symmetric,
         "BM": settings.block_m,
         "BN": settings.block_n,
-        "STAGES": settings.num_stages if settings.pipeline_all else None,
     }
     order = _kernel().arg_names
     return LaunchPlan(

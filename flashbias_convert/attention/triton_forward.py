@@ -67,15 +67,8 @@ def attention_kernel(
     COLUMNS: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
     PLAIN_SCALE: tl.constexpr, WIDE: tl.constexpr,
     CAUSAL: tl.constexpr, COSINE: tl.constexpr, SYMMETRIC: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    ELEMENTWISE: tl.constexpr = (
-        key_bias_ptr is not None
-        or slopes_ptr is not None
-        or table_ptr is not None
-        or ids_ptr is not None
-        or dense_ptr is not None
-    )
     # which tile: query blocks fastest, so that programs side by side share k and v
     blocks = tl.cdiv(N, BM)
     pid = tl.program_id(0)
@@ -103,12 +96,14 @@ def attention_kernel(
     if starts_ptr is not None:
         start = tl.load(_at(starts_ptr, starts_strides, b0, b1, b2)).to(tl.int32)
 
-    # the size of the scale waits for the exponential and its sign goes into q, which stays exact;
-    # factors are divided by the size, so a tiny scale goes into q, too, lest they overflow
+    # scores are kept in units of the scale, x = (scale * q k + bias) / size: the size waits for the
+    # exponential, where it is free, and the sign goes into q, where it is exact. A tiny scale goes
+    # into q, too, lest what is divided by it overflows.
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + h)
     size = tl.where(tl.abs(scale) < SMALLEST_SCALE, 1.0, tl.abs(scale))
     sign = scale / size
+    per_size = 1.0 / size
 
     q_ptr = _at(q_ptr, q_strides, b0, b1, b2) + h.to(tl.int64) * q_strides[3]
     q = tl.load(
@@ -133,7 +128,7 @@ def attention_kernel(
             other=0.0,
         )  # (BM, COLUMNS)
         if not SCALED:
-            wide_q = phi_q * (1.0 / size)
+            wide_q = phi_q * per_size
             phi_q = wide_q.to(phi_k_ptr.dtype.element_ty)
             if SPLIT > 0:
                 # every third of the leading columns carries what rounding has cut off
@@ -149,12 +144,14 @@ def attention_kernel(
             key_bias_row = _rows(key_bias_rows_ptr, key_bias_rows_strides, b0, b1, b2, g, safe_m)
     if slopes_ptr is not None:
         slope = tl.load(_at(slopes_ptr, slopes_strides, b0, b1, b2) + g * slopes_strides[3])
+        origin = start + first
         position = start + offs_m
         if pos_q_ptr is not None:
-            position = tl.load(
-                _at(pos_q_ptr, pos_q_strides, b0, b1, b2) + safe_m * pos_q_strides[3]
-            )
-        row_slope = tl.zeros([BM], tl.float32) + slope
+            pos_q_ptr = _at(pos_q_ptr, pos_q_strides, b0, b1, b2)
+            origin = tl.load(pos_q_ptr + tl.cast(first, tl.int64) * pos_q_strides[3])
+            position = tl.load(pos_q_ptr + safe_m * pos_q_strides[3])
+        position = (position - origin).to(tl.float32)
+        row_slope = tl.zeros([BM], tl.float32) + slope * per_size
         if alibi_rows_ptr is not None:
             row_slope *= _rows(alibi_rows_ptr, alibi_rows_strides, b0, b1, b2, g, safe_m)
         if pos_k_ptr is not None:
@@ -167,7 +164,7 @@ def attention_kernel(
     if ids_ptr is not None:
         region = tl.load(_at(ids_ptr, ids_strides, b0, b1, b2) + safe_m * ids_strides[3])
         key_ids_ptr = _at(key_ids_ptr, key_ids_strides, b0, b1, b2)
-        region_row = tl.zeros([BM], tl.float32) + region_value
+        region_row = tl.zeros([BM], tl.float32) + region_value * per_size
         if region_rows_ptr is not None:
             region_row *= _rows(region_rows_ptr, region_rows_strides, b0, b1, b2, g, safe_m)
     if dense_ptr is not None:
@@ -194,8 +191,7 @@ def attention_kernel(
     if dense_ptr is not None:
         dense_ptrs = dense_ptr[:, None] + offs_n[None, :] * dense_strides[5]
 
-    # without elementwise terms the scale waits for the exponential, where it is free
-    to_exp2 = LOG2E if ELEMENTWISE else size * LOG2E
+    to_exp2 = size * LOG2E
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BLOCK_DV], tl.float32)
@@ -204,7 +200,7 @@ def attention_kernel(
     for MASKED in tl.static_range(2):
         lower = full if MASKED else 0
         upper = end if MASKED else full
-        for s in tl.range(lower, upper, BN, num_stages=STAGES):
+        for s in tl.range(lower, upper, BN):
             # 64 bits where an offset may need them; they cost a little in every step
             far = tl.cast(s, tl.int64) if WIDE else s
             offs_k = s + offs_n
@@ -227,40 +223,40 @@ def attention_kernel(
                 )  # (COLUMNS, BN)
                 x = tl.dot(phi_q, phi_k, x, input_precision="ieee")
 
-            if ELEMENTWISE:
-                x = x * size
-                if key_bias_ptr is not None:
-                    key = tl.load(key_bias_ptr + safe_k * key_bias_strides[4])
-                    if key_bias_rows_ptr is not None:
-                        x += key_bias_row[:, None] * key[None, :]
-                    else:
-                        x += key[None, :]
-                if slopes_ptr is not None:
-                    where = offs_k
-                    if pos_k_ptr is not None:
-                        where = tl.load(pos_k_ptr + safe_k * pos_k_strides[3])
-                    distance = where[None, :] - position[:, None]
-                    if SYMMETRIC:
-                        distance = -tl.abs(distance)
-                    x += row_slope[:, None] * distance.to(tl.float32)
-                if table_ptr is not None:
-                    key_code = tl.load(codes_k_ptr + safe_k)
-                    entry = tl.load(table_ptr + (code[:, None] + key_code[None, :]))
-                    if table_rows_ptr is not None:
-                        entry = entry * table_row[:, None]
-                    x += entry
-                if ids_ptr is not None:
-                    key_region = tl.load(key_ids_ptr + safe_k * key_ids_strides[3])
-                    same = region[:, None] == key_region[None, :]
-                    x += tl.where(same, 0.0, region_row[:, None])
-                if dense_ptr is not None:
-                    cell = _tile(
-                        dense_ptrs + far * dense_strides[5], in_keys[None, :], None, MASKED, False
-                    )  # (BM, BN)
-                    cell = cell.to(tl.float32)
-                    if dense_rows_ptr is not None:
-                        cell = cell * dense_row[:, None]
-                    x += cell
+            if key_bias_ptr is not None:
+                key = tl.load(key_bias_ptr + safe_k * key_bias_strides[4]) * per_size
+                if key_bias_rows_ptr is not None:
+                    x += key_bias_row[:, None] * key[None, :]
+                else:
+                    x += key[None, :]
+            if slopes_ptr is not None:
+                where = offs_k
+                if pos_k_ptr is not None:
+                    where = tl.load(pos_k_ptr + safe_k * pos_k_strides[3])
+                # integers up to here; their differences are exact in fp32 up to 2**24
+                distance = (where - origin).to(tl.float32)[None, :] - position[:, None]
+                if SYMMETRIC:
+                    distance = -tl.abs(distance)
+                x += row_slope[:, None] * distance
+            if table_ptr is not None:
+                key_code = tl.load(codes_k_ptr + safe_k)
+                entry = tl.load(table_ptr + (code[:, None] + key_code[None, :]))
+                if table_rows_ptr is not None:
+                    x += entry * (table_row * per_size)[:, None]
+                else:
+                    x += entry * per_size
+            if ids_ptr is not None:
+                key_region = tl.load(key_ids_ptr + safe_k * key_ids_strides[3])
+                same = region[:, None] == key_region[None, :]
+                x = tl.where(same, x, x + region_row[:, None])
+            if dense_ptr is not None:
+                cell = _tile(
+                    dense_ptrs + far * dense_strides[5], in_keys[None, :], None, MASKED, False
+                )  # (BM, BN)
+                if dense_rows_ptr is not None:
+                    x += cell.to(tl.float32) * (dense_row * per_size)[:, None]
+                else:
+                    x += cell.to(tl.float32) * per_size
 
             if MASKED:
                 x = tl.where(in_keys[None, :], x, float("-inf"))

@@ -17,14 +17,12 @@ class LaunchSettings:
         block_n: keys per step.
         num_warps: warps per program.
         num_stages: depth of the software pipeline.
-        pipeline_all: fetch ahead what elementwise terms read, too, not only operands of products.
     """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    pipeline_all: bool = False
 
 
 def launch_settings(
