@@ -26,10 +26,14 @@ class BackendFallbackWarning(UserWarning):
     """A slower backend runs because the fast one cannot."""
 
 
-@torch.compiler.assume_constant_result
 def device_problem(device: torch.device) -> str | None:
     """Why the Triton kernel cannot run on `device`, or None if it can."""
     return _device_problem(device)
+
+
+# torch.compile takes the answer for a constant and does not look inside; the decorator for this,
+# torch.compiler.assume_constant_result, would import the whole compiler
+device_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
@@ -57,7 +61,7 @@ def call_problem(q: Tensor, k: Tensor, v: Tensor, bias: PreparedBias | None) -> 
     asks = q.requires_grad or k.requires_grad or v.requires_grad
     if torch.is_grad_enabled() and (asks or (bias is not None and bias.requires_grad)):
         return "gradients are asked for, and the kernel has no backward pass"
-    return None if bias is None else bias.problem(q.dtype)
+    return None if bias is None else bias.problem(q.dtype != torch.float32)
 
 
 def warn_once(reason: str) -> None:

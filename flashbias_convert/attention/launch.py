@@ -143,6 +143,7 @@ def make_plan(
         "SPLIT": spec.split,
         "SCALED": spec.scaled,
         "PLAIN_SCALE": plain_scale,
+        "NATURAL": q.dtype == torch.float32,
         "WIDE": any(reach(tensors[n]) >= 2**31 for n in STEPPED if n in tensors),
         "CAUSAL": causal,
         "COSINE": cosine,

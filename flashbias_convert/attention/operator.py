@@ -107,13 +107,15 @@ def triton_attention(
         head_scale = args.scale.to(q.device, torch.float32).contiguous()
     else:
         number = float(args.scale)
+    half = q.dtype != torch.float32
+    fold = number if half else None  # fp32 factors stay as they are: dividing would round them
     if bias is None:
         packed = NO_BIAS
     elif isinstance(start, Tensor):
         placed = place_queries(bias.bias, q.shape[-2], start)
-        packed = pack(placed, half=q.dtype != torch.float32, scale=number)
+        packed = pack(placed, half=half, scale=fold)
     else:
-        packed = bias.packed(q.dtype, number)
+        packed = bias.packed(half, fold)
     if args.cosine:
         k = normalize_keys(k)
     return attention_op(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
 import torch
 
 from ..terms import ScoreBias
 from .arguments import broadcasts
 from .packing import PackedBias, pack, unsupported
+
+T = TypeVar("T")
 
 
 class PreparedBias:
@@ -22,34 +27,33 @@ class PreparedBias:
     def __init__(self, bias: ScoreBias) -> None:
         self.bias = bias
         self.requires_grad = bias.requires_grad
-        self._packed: dict[tuple[bool, float | None], PackedBias] = {}
-        self._problems: dict[bool, str | None] = {}
-        self._fits: set[tuple[object, ...]] = set()
+        self._kept: dict[Hashable, Any] = {}
 
-    def packed(self, dtype: torch.dtype, scale: float | None) -> PackedBias:
-        """The form that the kernel reads next to q, k and v of `dtype`; see `pack` for `scale`."""
-        key = (_is_half(dtype), scale)
-        if key not in self._packed:
-            self._packed[key] = pack(self.bias, half=key[0], scale=scale)
-        return self._packed[key]
+    def packed(self, half: bool, scale: float | None) -> PackedBias:
+        """The form that the kernel reads next to q, k and v; see `pack`."""
+        return self._keep(("packed", half, scale), lambda: pack(self.bias, half=half, scale=scale))
 
-    def problem(self, dtype: torch.dtype) -> str | None:
+    def problem(self, half: bool) -> str | None:
         """Why the kernel cannot add this bias, or None if it can."""
-        half = _is_half(dtype)
-        if half not in self._problems:
-            self._problems[half] = unsupported(self.bias, half=half)
-        return self._problems[half]
+        if torch.compiler.is_compiling():  # the answer is a constant of the graph
+            return unsupported(self.bias, half=half)
+        return self._keep(("problem", half), lambda: unsupported(self.bias, half=half))
 
     def check_fits(self, batch: tuple[int, ...], heads: int, n: int, m: int) -> None:
         """Raise ValueError unless the terms fit a call of these sizes. Reads shapes only."""
+        if torch.compiler.is_compiling():
+            return _check_fits(self.bias, batch, heads, n, m)
         call = (batch, heads, n, m)
-        if call not in self._fits:
-            _check_fits(self.bias, batch, heads, n, m)
-            self._fits.add(call)
+        return self._keep(call, lambda: _check_fits(self.bias, *call))
 
-
-def _is_half(dtype: torch.dtype) -> bool:
-    return dtype in (torch.float16, torch.bfloat16)
+    def _keep(self, key: Hashable, make: Callable[[], T]) -> T:
+        if key in self._kept:
+            return self._kept[key]
+        made = make()
+        # a graph that is being traced must not change what the next call finds
+        if not torch.compiler.is_compiling():
+            self._kept[key] = made
+        return made
 
 
 def _check_fits(bias: ScoreBias, batch: tuple[int, ...], heads: int, n: int, m: int) -> None:

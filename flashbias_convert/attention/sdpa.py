@@ -48,10 +48,14 @@ def sdpa_attention(
 
 
 def _scaled(q: Tensor, k: Tensor, args: AttentionArguments) -> tuple[Tensor, Tensor, float]:
-    """q and k, and the scale that is left to the kernel."""
-    plain_scale = not isinstance(args.scale, Tensor) and args.scale != 0
-    if plain_scale and not args.cosine:
-        return q, k, float(args.scale)
+    """q and k, and the scale that is left to torch's kernels, which take positive ones only.
+
+    In half precision a scale is better applied to fp32 products than to q; in fp32 it is better
+    applied to q than divided out of a large bias.
+    """
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    if half and not args.cosine and not isinstance(args.scale, Tensor) and args.scale != 0:
+        return (q if args.scale > 0 else -q), k, abs(float(args.scale))
     wide = torch.promote_types(q.dtype, torch.float32)
     query, key = q.to(wide), k.to(wide)
     if args.cosine:

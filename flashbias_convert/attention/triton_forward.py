@@ -65,7 +65,7 @@ def attention_kernel(
     region_value, batch_1, batch_2, G, kv_group, N, M,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     COLUMNS: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
-    PLAIN_SCALE: tl.constexpr, WIDE: tl.constexpr,
+    PLAIN_SCALE: tl.constexpr, NATURAL: tl.constexpr, WIDE: tl.constexpr,
     CAUSAL: tl.constexpr, COSINE: tl.constexpr, SYMMETRIC: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -103,7 +103,8 @@ def attention_kernel(
         scale = tl.load(scale_ptr + h)
     size = tl.where(tl.abs(scale) < SMALLEST_SCALE, 1.0, tl.abs(scale))
     sign = scale / size
-    per_size = 1.0 / size
+    # in fp32 the units stay natural: dividing a large bias would round it
+    per_size = 1.0 if NATURAL else 1.0 / size
 
     q_ptr = _at(q_ptr, q_strides, b0, b1, b2) + h.to(tl.int64) * q_strides[3]
     q = tl.load(
@@ -191,7 +192,7 @@ def attention_kernel(
     if dense_ptr is not None:
         dense_ptrs = dense_ptr[:, None] + offs_n[None, :] * dense_strides[5]
 
-    to_exp2 = size * LOG2E
+    to_exp2 = LOG2E if NATURAL else size * LOG2E
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BLOCK_DV], tl.float32)
@@ -217,6 +218,8 @@ def attention_kernel(
                 D < BLOCK_D,
             )  # (BLOCK_D, BN)
             x = tl.dot(q, k, input_precision="ieee")
+            if NATURAL:
+                x = x * size
             if COLUMNS > 0:
                 phi_k = _tile(
                     phi_k_ptrs + far * phi_k_strides[4], in_keys[None, :], None, MASKED, False

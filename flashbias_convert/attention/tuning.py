@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-FACTORS = frozenset({"heads", "phi_q", "phi_k"})
-
 
 @dataclass(frozen=True)
 class LaunchSettings:
@@ -36,7 +34,7 @@ def launch_settings(
     terms: Collection[str],
     cosine: bool,
 ) -> LaunchSettings:
-    """Settings for one launch.
+    """Settings for one launch, read off `scripts/results/tuning.csv`.
 
     Args:
         n, m: queries and keys.
@@ -52,14 +50,10 @@ def launch_settings(
     if n <= 16:
         return LaunchSettings(16, 64, 4, 2)
     if width <= 32:
-        return LaunchSettings(64, 64 if columns <= 32 else 32, 4, 3)
-    if width <= 64:
-        return LaunchSettings(64 if terms_beside_factors(terms) else 128, 64, 4, 3)
+        narrow = columns > 32 or "dense" in terms
+        return LaunchSettings(64, 32 if narrow else 64, 4, 3)
+    if width <= 64 and columns <= 64:
+        return LaunchSettings(128 if n > 64 else 64, 64, 4, 3)
     if width <= 128 and columns <= 64:
-        return LaunchSettings(128, 64, 8, 2)
+        return LaunchSettings(64, 64, 4, 2)
     return LaunchSettings(64, 32, 4, 2)
-
-
-def terms_beside_factors(terms: Collection[str]) -> bool:
-    """Whether the kernel adds anything element by element."""
-    return bool(set(terms) - FACTORS)

@@ -75,7 +75,7 @@ def test_a_shape_not_seen_before_can_be_captured() -> None:
     """Nothing is tuned or timed at the first call, so nothing breaks a capture."""
     x = Inputs(CUDA, torch.float16, n=77, d=40, heads=3)
     bias = PreparedBias(x.bias(x.low_rank(9)))
-    bias.packed(torch.float16, 40**-0.5)
+    bias.packed(True, 40**-0.5)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

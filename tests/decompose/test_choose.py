@@ -19,7 +19,7 @@ from flashbias_convert.decompose import (
 from flashbias_convert.errors import DecompositionError, UsageError
 from flashbias_convert.options import DecomposeOptions
 
-N = 36
+N = 48
 
 
 def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -102,7 +102,7 @@ def test_exact_keeps_every_bit():
 def test_auto_takes_the_cheapest_that_is_good_enough():
     bias = torch.cat([smooth(), table(), constant(), noise()])
     found = decompose(bias, DecomposeOptions())
-    # rank 3 costs 1, a small dense bias 2, a table 3, rank 30 (padded 32) 2 but is not exact
+    # rank 3 costs 1, a small dense bias 5, a table 9, a rank above 32 (padded 64) 6
     assert kinds(found) == ["low_rank", "dense", "none", "dense"]
     assert [t.heads for t in found.bias.terms] == [(0,), (1, 3)]
     assert found.left_alone is None
@@ -122,7 +122,7 @@ def test_auto_prefers_a_table_to_a_dense_bias_that_leaves_the_cache():
     bias = table(n=1056)
     found = decompose(bias, DecomposeOptions())
     assert kinds(found) == ["relative_table"]
-    assert "relative positions is exact, cost 3; dense costs 6; low_rank of rank" in (
+    assert "relative positions is exact, cost 9; dense costs 15; low_rank of rank" in (
         found.decisions[0].reason
     )
 
@@ -196,7 +196,7 @@ def test_an_identity_is_not_low_rank():
     found = decompose(bias, DecomposeOptions())
     assert kinds(found) == ["dense"]
     assert "low_rank of rank 4" in found.decisions[0].reason
-    assert "(padded 64) costs 4" in found.decisions[0].reason
+    assert "(padded 64) costs 6" in found.decisions[0].reason
 
 
 def test_the_columns_of_refused_heads_are_not_kept():
@@ -400,8 +400,10 @@ def test_rank_buckets():
 def test_the_cost_rule():
     assert relative_cost("none", 64, 64) == 0
     assert relative_cost("low_rank", 64, 64, rank=17) == 2
-    assert relative_cost("relative_table", 64, 64) == 3
-    assert relative_cost("dense", 1024, 1024) == 2
-    assert relative_cost("dense", 1024, 1025) == 6
+    assert relative_cost("low_rank", 64, 64, rank=0) == 0
+    assert relative_cost("low_rank", 999, 999, rank=999) == 100
+    assert relative_cost("relative_table", 64, 64) == 9
+    assert relative_cost("dense", 1024, 1024) == 5
+    assert relative_cost("dense", 1024, 1025) == 15
     with pytest.raises(ValueError, match="no cost is known"):
         relative_cost("regions", 64, 64)
