@@ -51,6 +51,7 @@ def inspect_model(
     recipes: Iterable[Recipe] = (),
     target: str | None = None,
     tokens: int | None = None,
+    fill: bool = True,
     force_all: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
@@ -60,7 +61,7 @@ def inspect_model(
 
     Args:
         model: any model whose weights are loaded.
-        energy, method, max_rank, max_attention_error, target, tokens, force_all: see
+        energy, method, max_rank, max_attention_error, target, tokens, fill, force_all: see
             `DecomposeOptions`.
         include: names of sites to convert, exact, or ``re:PATTERN`` matched against the whole
             name; nothing means all.
@@ -82,6 +83,7 @@ def inspect_model(
         max_rank=max_rank,
         max_attention_error=max_attention_error,
         target=target,
+        fill=fill,
         force_all=force_all,
         tokens=tokens,
     )

@@ -82,12 +82,14 @@ def test_the_planned_terms_are_the_bias() -> None:
 
 
 def test_options_reach_the_decomposition() -> None:
-    site = inspect(make_model(), method="svd", energy=0.9).sites[0]
+    site = inspect(make_model(), method="svd", energy=0.9, fill=False).sites[0]
     assert site.terms() == ("low_rank",)
     assert all(1 <= rank <= 3 for rank in site.ranks())
     assert site.reason == f"low_rank in 2 heads (rank {min(site.ranks())} to {max(site.ranks())})"
-    wider = inspect(make_model(), method="svd", energy=0.9999).sites[0]
+    wider = inspect(make_model(), method="svd", energy=0.9999, fill=False).sites[0]
     assert min(wider.ranks()) > max(site.ranks())
+    filled = inspect(make_model(), method="svd", energy=0.9).sites[0]
+    assert min(filled.ranks()) > max(site.ranks())
 
 
 def test_masks_and_closed_forms_of_the_recipe_are_added_to_the_terms() -> None:

@@ -70,7 +70,7 @@ def _split_terms(bias: ScoreBias | None, q: Tensor) -> tuple[list[Term], ScoreBi
     thin: list[Term] = []
     columns = q.shape[-1]
     for term in bias.terms:
-        width = _width(term, q.dtype)
+        width = _width(term, q)
         if width and columns + width <= MAX_COLUMNS:
             thin.append(term)
             columns += width
@@ -78,8 +78,13 @@ def _split_terms(bias: ScoreBias | None, q: Tensor) -> tuple[list[Term], ScoreBi
     return thin, ScoreBias(rest, bias.num_heads) if rest else None
 
 
-def _width(term: Term, dtype: torch.dtype) -> int:
-    """How many columns a term needs; 0 if it has no columns."""
+def _width(term: Term, q: Tensor) -> int:
+    """How many columns a term needs; 0 if it goes into the mask."""
+    dtype = q.dtype
+    if dtype == torch.float32 and q.device.type == "cuda":
+        # torch's fp32 attention multiplies in three TF32 products: good enough for scores, but a
+        # bias of 10 and more would be less exact than one that is added
+        return 0
     if isinstance(term, KeyBias) and term.row_scale is None:
         return 1 + 2 * _splits(1, None, dtype)
     if isinstance(term, LowRank):

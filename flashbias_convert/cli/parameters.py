@@ -75,6 +75,13 @@ ExcludeOpt = Annotated[
         show_default=False,
     ),
 ]
+FillOpt = Annotated[
+    bool,
+    typer.Option(
+        "--fill/--no-fill",
+        help="Raise ranks to what a kernel computes with anyway: more accurate, equally fast.",
+    ),
+]
 ForceAllOpt = Annotated[
     bool,
     typer.Option(

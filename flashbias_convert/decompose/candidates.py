@@ -20,7 +20,7 @@ from .costs import rank_bucket, relative_cost
 from .decision import HeadDecision
 from .exact import relative_table
 from .loss import Loss, measure
-from .svd import split_columns, svd_factors
+from .svd import TruncatedSVD, split_columns, truncated_svd
 
 #: A tail may exceed what `energy` allows by this, relatively and absolutely: fp32 factors.
 ENERGY_SLACK_RELATIVE, ENERGY_SLACK_ABSOLUTE = 1e-6, 1e-12
@@ -79,22 +79,24 @@ class Truncation:
 
     Attributes:
         heads: which heads.
-        term: their factors, renumbered.
+        svd: their factors, renumbered, and the ranks that the energy asked for.
         loss: measured with those factors, shape (*batch, len(heads)).
     """
 
     heads: list[int]
-    term: LowRank
+    svd: TruncatedSVD
     loss: Loss
 
     def candidates(self, n: int, m: int) -> dict[int, Candidate]:
         """A candidate per head, with the losses of its worst batch entry."""
         worst = {k: v.tolist() for k, v in vars(self.loss.worst_over_batch()).items()}
         found = {}
-        for at, (head, rank) in enumerate(zip(self.heads, self.term.head_ranks(), strict=True)):
+        ranks = zip(self.heads, self.svd.term.head_ranks(), self.svd.needed, strict=True)
+        for at, (head, rank, needed) in enumerate(ranks):
             lost = {name: values[at] for name, values in worst.items()}
+            free = f" ({needed} would do, the rest is free)" if rank > needed else ""
             why = (
-                f"rank {rank} keeps {lost['energy']:.4%} of the row-centred energy, "
+                f"rank {rank}{free} keeps {lost['energy']:.4%} of the row-centred energy, "
                 f"attention error {lost['attention_error']:.3g}"
             )
             cost = relative_cost("low_rank", n, m, rank)
@@ -104,11 +106,13 @@ class Truncation:
     def for_heads(self, heads: list[int]) -> LowRank:
         """The factors of some of the heads, without columns that only others needed."""
         at = [self.heads.index(h) for h in heads]
-        picked = self.term.select_heads(at)
+        picked = self.svd.term.select_heads(at)
         assert picked is not None
         rank = max(picked.head_ranks())
         phi_q, phi_k = (p[..., :rank].contiguous() for p in (picked.phi_q, picked.phi_k))
-        split = split_columns(phi_q, phi_k, self.loss.logit_error_rms[..., at])
+        # never more than before: filled columns were counted with that split
+        split = split_columns(phi_q, phi_k, self.svd.errors[..., at])
+        split = min(split, self.svd.term.split or 0)
         return dataclasses.replace(picked, phi_q=phi_q, phi_k=phi_k, split=split)
 
 
@@ -125,12 +129,18 @@ def truncate(
         return None
     some = select(bias, heads)
     try:
-        term = svd_factors(some, energy=options.energy, max_rank=options.max_rank, visible=visible)
+        svd = truncated_svd(
+            some,
+            energy=options.energy,
+            max_rank=options.max_rank,
+            visible=visible,
+            fill=options.fill,
+        )
     except DecompositionError as error:
         if options.method == "auto":
             return None
         raise DecompositionError(f"{name or 'a bias'}: {error.args[0]}", error.hint) from error
-    return Truncation(heads, term, measure(some, term, visible))
+    return Truncation(heads, svd, measure(some, svd.term, visible))
 
 
 def find_tables(bias: Tensor, heads: list[int], index: Tensor | None, name: str) -> Tables:

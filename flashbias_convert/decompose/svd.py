@@ -8,18 +8,23 @@ keeps. `centre=False` gives the raw variant for comparison.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from ..errors import DecompositionError, UsageError
 from ..terms import LowRank
 from .chunks import chunks
+from .costs import rank_bucket
 from .loss import row_center
 
 #: Largest matrix that is decomposed: 16,384 x 16,384, 2 GiB in float64.
 MAX_CELLS = 2**28
 #: Relative rounding of fp16, half a unit in the last place.
 FP16_ROUNDING = 2.0**-11
+#: Share of the energy that is rounding of an fp32 bias and not worth a column.
+FP32_ENERGY = 1e-12
 #: Entries this close to a column's largest one count as equally large when the sign is fixed:
 #: columns of symmetric windows hold +x and -x, and which is larger is an accident of rounding.
 SIGN_TIE = 1e-6
@@ -113,7 +118,21 @@ def _tail_energy(descending: Tensor) -> Tensor:
 # -- factors -------------------------------------------------------------------------------
 
 
-@torch.no_grad()
+@dataclass(frozen=True, eq=False)
+class TruncatedSVD:
+    """Factors, and what was known when they were cut.
+
+    Attributes:
+        term: the factors of all heads.
+        needed: the rank at which each head keeps the energy (or the cap).
+        errors: root mean square logit error at those ranks, float64, shape (B, H).
+    """
+
+    term: LowRank
+    needed: tuple[int, ...]
+    errors: Tensor
+
+
 def svd_factors(
     bias: Tensor,
     *,
@@ -121,6 +140,7 @@ def svd_factors(
     max_rank: int | None = None,
     visible: Tensor | None = None,
     centre: bool = True,
+    fill: bool = False,
 ) -> LowRank:
     """Truncate each head at the smallest rank that keeps `energy`.
 
@@ -135,6 +155,7 @@ def svd_factors(
         max_rank: cap; a head that needs more is cut there and keeps less energy.
         visible: bool, shape (N, M); see `spectrum`.
         centre: centre the rows first; False decomposes the raw bias as the paper does.
+        fill: raise each rank to what a kernel computes with anyway (16, 32, 64, ... columns).
 
     Returns:
         One term for all heads, fp32 factors on the device of `bias`. A head has one rank for the
@@ -144,26 +165,69 @@ def svd_factors(
     Raises:
         DecompositionError: NaN or infinity, an absurd size, or an SVD that never converges.
     """
+    return truncated_svd(
+        bias, energy=energy, max_rank=max_rank, visible=visible, centre=centre, fill=fill
+    ).term
+
+
+@torch.no_grad()
+def truncated_svd(
+    bias: Tensor,
+    *,
+    energy: float,
+    max_rank: int | None = None,
+    visible: Tensor | None = None,
+    centre: bool = True,
+    fill: bool = False,
+) -> TruncatedSVD:
+    """`svd_factors`, with the ranks and errors before filling. Same arguments and errors."""
     check_size(bias)
     check_bias(bias)
     lead, (n, m) = bias.shape[:-3], bias.shape[-2:]
     by_head = bias.reshape(-1, *bias.shape[-3:])
-    ranks, pieces, errors = [], [], []
+    needed, pieces, errors = [], [], []
     for head in range(bias.shape[-3]):
         phi_q, phi_k, values = _head_factors(by_head[:, head], centre, visible)
         rank = int(rank_for_energy(values, energy).max())
         rank = rank if max_rank is None else min(rank, max_rank)
-        # clone: a view would keep all columns of this head alive
-        pieces.append((phi_q[..., :rank].clone(), phi_k[..., :rank].clone()))
+        # columns that filling may take; clone: a view would keep all columns of this head alive
+        most = _most_columns(rank, values, max_rank) if fill else rank
+        pieces.append((phi_q[..., :most].clone(), phi_k[..., :most].clone()))
         errors.append((_tail_energy(values)[..., rank] / (n * m)).sqrt())
-        ranks.append(rank)
-    phi_q, phi_k = (_stack(list(side)) for side in zip(*pieces, strict=True))
-    return LowRank(
+        needed.append(rank)
+    kept = [(q[..., :r], k[..., :r]) for (q, k), r in zip(pieces, needed, strict=True)]
+    rms = torch.stack(errors, -1)
+    phi_q, phi_k = (_stack(list(side)) for side in zip(*kept, strict=True))
+    split = split_columns(phi_q, phi_k, rms)
+    ranks = [filled_rank(r, split, q.shape[-1]) for r, (q, _) in zip(needed, pieces, strict=True)]
+    kept = [(q[..., :r], k[..., :r]) for (q, k), r in zip(pieces, ranks, strict=True)]
+    phi_q, phi_k = (_stack(list(side)) for side in zip(*kept, strict=True))
+    term = LowRank(
         phi_q=phi_q.reshape(*lead, *phi_q.shape[-3:]),
         phi_k=phi_k.reshape(*lead, *phi_k.shape[-3:]),
         ranks=tuple(ranks),
-        split=split_columns(phi_q, phi_k, torch.stack(errors, -1)),
+        split=split,
     )
+    return TruncatedSVD(term, tuple(needed), rms)
+
+
+def _most_columns(rank: int, values: Tensor, max_rank: int | None) -> int:
+    """How many columns filling may take: no more than a bucket, the cap or the matrix has.
+
+    If every column of this rank is split, the bucket holds three times the rank.
+    """
+    numerical_rank = int(rank_for_energy(values, 1 - FP32_ENERGY).max())
+    most = min(rank_bucket(3 * rank), numerical_rank)
+    return max(rank, most if max_rank is None else min(most, max_rank))
+
+
+def filled_rank(needed: int, split: int, most: int) -> int:
+    """The largest rank, at most `most`, that costs a kernel no more than `needed` does.
+
+    A split column takes three columns of the kernel, and those come in buckets.
+    """
+    columns = rank_bucket(needed + 2 * min(split, needed))
+    return max(needed, min(most, columns - 2 * split))
 
 
 def split_columns(phi_q: Tensor, phi_k: Tensor, rms_error: Tensor) -> int:

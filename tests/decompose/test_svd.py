@@ -17,6 +17,7 @@ from flashbias_convert.decompose import (
     svd,
     svd_factors,
 )
+from flashbias_convert.decompose.svd import filled_rank
 from flashbias_convert.errors import DecompositionError, UsageError
 
 
@@ -341,3 +342,34 @@ def test_a_card_gives_the_same_factors(seed: int):
         assert torch.allclose(product(card)[at].cpu(), product(cpu)[at], atol=1e-4)
         assert torch.allclose(card.phi_k[at].cpu(), cpu.phi_k[at], atol=1e-4)
     assert torch.allclose(spectrum(bias.cuda()).cpu(), spectrum(bias), atol=1e-10)
+
+
+# -- filling -------------------------------------------------------------------------------
+
+
+def test_filling_uses_columns_that_cost_nothing():
+    bias = gaussian(2, 64, 64)
+    for energy, bucket in ((0.3, 16), (0.7, 32)):
+        least = svd_factors(bias, energy=energy)
+        full = svd_factors(bias, energy=energy, fill=True)
+        assert max(least.ranks) < bucket
+        assert [r + 2 * full.split for r in full.ranks] == [bucket] * 2
+        assert full.split == least.split
+        assert measure(bias, full).energy.min() > measure(bias, least).energy.max()
+
+
+def test_filling_respects_the_cap_and_the_matrix():
+    assert svd_factors(gaussian(1, 64, 64), energy=0.3, max_rank=9, fill=True).ranks == (9,)
+    three = gaussian(1, 64, 3) @ gaussian(1, 3, 64, seed=1)
+    assert max(svd_factors(three, energy=0.5, fill=True).ranks) == 3
+    assert svd_factors(torch.zeros(1, 8, 8), fill=True).ranks == (0,)
+    assert svd_factors(gaussian(1, 9, 9), energy=0.5, fill=True).ranks[0] <= 8
+
+
+@pytest.mark.parametrize(
+    ("needed", "split", "most", "rank"),
+    [(9, 0, 16, 16), (9, 2, 16, 12), (15, 1, 32, 30), (3, 5, 16, 6), (0, 0, 0, 0), (20, 0, 24, 24)],
+)
+def test_filled_rank(needed: int, split: int, most: int, rank: int):
+    """(15 + 2 columns need 32 anyway; 3 columns, all split, take 9 of 16.)"""
+    assert filled_rank(needed, split, most) == rank
