@@ -77,9 +77,12 @@ def settings() -> Iterator[tuple[str, DecomposeOptions]]:
     """Names and options of the conversions."""
     yield "exact", DecomposeOptions(method="exact")
     yield "auto 0.99", DecomposeOptions(method="auto", energy=0.99)
-    for energy in ENERGIES:
-        options = DecomposeOptions(method="svd", energy=energy, max_attention_error=1.0)
-        yield f"svd {energy:g}", options
+    for fill in (True, False):
+        for energy in ENERGIES:
+            options = DecomposeOptions(
+                method="svd", energy=energy, max_attention_error=1.0, fill=fill
+            )
+            yield f"svd {energy:g}" + ("" if fill else " --no-fill"), options
 
 
 def converted_row(
@@ -183,12 +186,17 @@ def draw(result: dict[str, Any], file: Path) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     rows = {row["name"]: row for row in result["rows"]}
-    for label, prefix, marker in (("row-centred", "svd ", "o"), ("raw", "raw svd ", "s")):
-        chosen = [r for n, r in rows.items() if n.startswith(prefix)]
+    curves = (("row-centred energy", "svd {:g} --no-fill"), ("row-centred, filled", "svd {:g}"),
+              ("raw energy", "raw svd {:g}"))  # fmt: skip
+    for (label, pattern), marker in zip(curves, "o^s", strict=True):
+        chosen = [rows[pattern.format(energy)] for energy in ENERGIES]
         left.plot([r["mean_rank"] for r in chosen], [r["top1"] for r in chosen], marker=marker,
-                  label=f"{label} energy")  # fmt: skip
+                  label=label)  # fmt: skip
+        if pattern == "svd {:g}":  # its points lie close together
+            continue
         for r in chosen:
-            left.annotate(r["name"].split()[-1], (r["mean_rank"], r["top1"]), fontsize=8,
+            energy = r["name"].removesuffix(" --no-fill").split()[-1]
+            left.annotate(energy, (r["mean_rank"], r["top1"]), fontsize=8,
                           textcoords="offset points", xytext=(4, -11))  # fmt: skip
     left.axhline(rows["original"]["top1"], color="black", linewidth=1, label="original")
     left.axhline(rows["no bias"]["top1"], color="gray", linestyle=":", label="no bias")
@@ -244,6 +252,7 @@ def main() -> None:
     parser.add_argument("--rounding-images", type=int, default=512)
     parser.add_argument("--batch", type=int, default=500)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", nargs="*", help="print these conversions, write nothing")
     parser.add_argument("--output", type=Path, default=ROOT / "scripts/results")
     args = parser.parse_args()
     images, labels = load_split(args.data, "test")
@@ -258,8 +267,12 @@ def main() -> None:
     for row in rows:
         print(row, flush=True)
     for name, options in settings():
+        if args.only and name not in args.only:
+            continue
         rows.append(converted_row(name, options, original, data, args))
         print(rows[-1], flush=True)
+    if args.only:
+        return
     for energy in ENERGIES:
         rows.append(raw_row(energy, original, data, args))
         print(rows[-1], flush=True)

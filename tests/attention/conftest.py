@@ -43,3 +43,19 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     if request.param == "bf16" and INTERPRETED:
         pytest.skip("Triton's interpreter takes bf16 for raw bits")
     return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[request.param]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In the interpreter run only what the kernel takes part in; the rest has run without it."""
+    if not INTERPRETED:
+        return
+    kept = [item for item in items if _uses_the_kernel(item)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
+def _uses_the_kernel(item: pytest.Item) -> bool:
+    if "tests/attention" not in item.nodeid or "test_interpreter" in item.nodeid:
+        return True
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    return "kernel" in getattr(item, "fixturenames", ()) or parameters.get("backend") == "triton"

@@ -1,0 +1,52 @@
+# Two commands set up everything on a machine with Python 3.11 or newer: `make demo`, `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+EXAMPLE := examples/swinv2_cifar10/model.safetensors
+DEMO := build/demo/model.flashbias.safetensors
+
+.PHONY: demo test lint types unit interpreter gpu clean help
+
+help:
+	@echo "make demo   convert a trained SwinV2 and compare it with the original"
+	@echo "make test   lint, type check and run every test that needs no GPU"
+	@echo "make gpu    run the operator suite on this machine's card"
+	@echo "make clean  remove the virtual environment and build outputs"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed-demo: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[plot]'
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.installed-demo
+	@mkdir -p $(dir $(DEMO))
+	$(BIN)/flashbias-convert $(EXAMPLE) --energy 0.99 --output $(DEMO) --force
+	$(BIN)/python scripts/demo.py $(EXAMPLE) $(DEMO)
+
+test: lint types unit interpreter
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/mypy
+
+unit: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -q -n auto
+
+# the kernel itself, in Triton's interpreter
+interpreter: $(VENV)/.installed-dev
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n auto tests/attention
+
+gpu:
+	python scripts/gpu_suite.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info
