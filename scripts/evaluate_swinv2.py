@@ -189,7 +189,8 @@ def draw(result: dict[str, Any], file: Path) -> None:
     curves = (("row-centred energy", "svd {:g} --no-fill"), ("row-centred, filled", "svd {:g}"),
               ("raw energy", "raw svd {:g}"))  # fmt: skip
     for (label, pattern), marker in zip(curves, "o^s", strict=True):
-        chosen = [rows[pattern.format(energy)] for energy in ENERGIES]
+        names = [pattern.format(energy) for energy in ENERGIES]
+        chosen = [rows[name] for name in names if name in rows]
         left.plot([r["mean_rank"] for r in chosen], [r["top1"] for r in chosen], marker=marker,
                   label=label)  # fmt: skip
         if pattern == "svd {:g}":  # its points lie close together

@@ -80,6 +80,7 @@ FillOpt = Annotated[
     typer.Option(
         "--fill/--no-fill",
         help="Raise ranks to what a kernel computes with anyway: more accurate, equally fast.",
+        rich_help_panel=_WHAT,
     ),
 ]
 ForceAllOpt = Annotated[
