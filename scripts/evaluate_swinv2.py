@@ -186,19 +186,22 @@ def draw(result: dict[str, Any], file: Path) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     rows = {row["name"]: row for row in result["rows"]}
-    curves = (("row-centred energy", "svd {:g} --no-fill"), ("row-centred, filled", "svd {:g}"),
-              ("raw energy", "raw svd {:g}"))  # fmt: skip
-    for (label, pattern), marker in zip(curves, "o^s", strict=True):
-        names = [pattern.format(energy) for energy in ENERGIES]
-        chosen = [rows[name] for name in names if name in rows]
-        left.plot([r["mean_rank"] for r in chosen], [r["top1"] for r in chosen], marker=marker,
-                  label=label)  # fmt: skip
-        if pattern == "svd {:g}":  # its points lie close together
+    curves = (
+        ("row-centred energy", "svd {:g} --no-fill", "o", 6),
+        ("row-centred, filled", "svd {:g}", "^", None),
+        ("raw energy", "raw svd {:g}", "s", -13),
+    )
+    for label, pattern, marker, above in curves:
+        chosen = [(e, rows[pattern.format(e)]) for e in ENERGIES if pattern.format(e) in rows]
+        if not chosen:
             continue
-        for r in chosen:
-            energy = r["name"].removesuffix(" --no-fill").split()[-1]
-            left.annotate(energy, (r["mean_rank"], r["top1"]), fontsize=8,
-                          textcoords="offset points", xytext=(4, -11))  # fmt: skip
+        mean_ranks, top1 = zip(*((r["mean_rank"], r["top1"]) for _, r in chosen), strict=True)
+        left.plot(mean_ranks, top1, marker=marker, label=label)
+        if above is None:  # these points lie close together
+            continue
+        for (energy, _), x, y in zip(chosen, mean_ranks, top1, strict=True):
+            left.annotate(f"{energy:g}", (x, y), fontsize=8, ha="center",
+                          textcoords="offset points", xytext=(0, above))  # fmt: skip
     left.axhline(rows["original"]["top1"], color="black", linewidth=1, label="original")
     left.axhline(rows["no bias"]["top1"], color="gray", linestyle=":", label="no bias")
     left.set(xlabel="mean rank over all heads", ylabel="top-1 (%)", title="Accuracy by rank")
