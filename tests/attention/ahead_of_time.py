@@ -1,0 +1,141 @@
+"""Compiles the kernels for a card that need not be there.
+
+Everything up to the launch is the real thing: packing, the plan, and how Triton specialises its
+arguments. Only the driver is replaced, by one that names the card, and the launch is left out.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from flashbias_convert import ScoreBias
+from flashbias_convert.attention import PreparedBias, launch, triton_forward
+from flashbias_convert.attention.arguments import check_arguments
+from flashbias_convert.attention.operator import triton_attention
+
+#: Compute capability 9.0: H100, H200.
+HOPPER = GPUTarget("cuda", 90, 32)
+#: Shared memory that one program may use there.
+HOPPER_SHARED_BYTES = 227 * 1024
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+class _AbsentCard:
+    """The part of a Triton driver that compiling asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return HOPPER
+
+    def get_current_device(self) -> str:
+        return "absent"  # kernels are cached by device, and a real card has a number
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled kernel.
+
+    Attributes:
+        name: of the kernel.
+        constants: its compile-time arguments that are numbers or booleans, by name.
+        num_warps: warps per program.
+        shared: bytes of shared memory.
+        ptx: the assembly text.
+        cubin: the binary.
+    """
+
+    name: str
+    constants: dict[str, int]
+    num_warps: int
+    shared: int
+    ptx: str = field(repr=False)
+    cubin: bytes = field(repr=False)
+
+    def stack_bytes(self, folder: Path) -> int:
+        """Bytes per thread that do not fit registers. Needs cuobjdump; writes to `folder`."""
+        file = folder / "kernel.cubin"
+        file.write_bytes(self.cubin)
+        command = [str(CUOBJDUMP), "-res-usage", str(file)]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        found = re.findall(r"STACK:(\d+)", usage)
+        assert len(found) == 1, f"unexpected answer of cuobjdump: {usage}"
+        return int(found[0])
+
+
+def compile_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias | None = None, **options: Any
+) -> list[Compiled]:
+    """Compile what `flashbias_attention(q, k, v, bias, **options)` would launch, in order.
+
+    Args:
+        q, k, v: tensors on the CPU; their values do not matter.
+        bias, options: as for `flashbias_attention`.
+    """
+    call: dict[str, Any] = {"scale": None, "causal": False, "query_start": None, "key_mask": None}
+    args = check_arguments(q, k, v, **{**call, "cosine": False, **options})
+    with _recording() as compiled:
+        triton_attention(q, k, v, None if bias is None else PreparedBias(bias), args)
+    return compiled
+
+
+def compile_normalize_rows(x: Tensor) -> Compiled:
+    """Compile what `normalize_rows(x)` would launch."""
+    with _recording() as compiled:
+        launch.normalize_rows(x)
+    (only,) = compiled
+    return only
+
+
+@contextmanager
+def _recording() -> Iterator[list[Compiled]]:
+    compiled: list[Compiled] = []
+    attention, normalize = triton_forward.attention_kernel, triton_forward.normalize_rows_kernel
+    with (
+        mock.patch.object(driver, "_active", _AbsentCard()),
+        mock.patch.object(launch, "_PLANS", {}),
+        mock.patch.object(launch, "_kernel", lambda: _Recorder(attention, compiled)),
+        mock.patch.object(triton_forward, "normalize_rows_kernel", _Recorder(normalize, compiled)),
+    ):
+        yield compiled
+
+
+class _Recorder:
+    """Stands in for a kernel: launching it compiles it and notes the result."""
+
+    def __init__(self, kernel: Any, compiled: list[Compiled]) -> None:
+        self.kernel, self.compiled = kernel, compiled
+        self.arg_names: list[str] = kernel.arg_names
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def launched(*args: Any, **kwargs: Any) -> Any:
+            made = self.kernel.warmup(*args, grid=grid, **kwargs)
+            values = dict(zip(self.arg_names, args, strict=False)) | kwargs
+            constants = {n: v for n, v in values.items() if n.isupper() and isinstance(v, int)}
+            self.compiled.append(
+                Compiled(
+                    name=made.metadata.name,
+                    constants=constants,
+                    num_warps=made.metadata.num_warps,
+                    shared=made.metadata.shared,
+                    ptx=made.asm["ptx"],
+                    cubin=made.asm["cubin"],
+                )
+            )
+            return made
+
+        return launched

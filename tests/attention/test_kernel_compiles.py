@@ -1,0 +1,184 @@
+"""The kernels compile for sm_90 at awkward sizes, without a card.
+
+Triton's interpreter lets pass what the compiler refuses, such as a matrix product over fewer than
+16 columns, and says nothing of shared memory or registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flashbias_convert import Dense, ScoreBias
+
+from .cases import Inputs
+from .conftest import INTERPRETED
+
+triton = pytest.importorskip("triton")
+if INTERPRETED:
+    pytest.skip("Triton's interpreter does not compile", allow_module_level=True)
+
+from .ahead_of_time import (  # noqa: E402
+    CUOBJDUMP,
+    HOPPER_SHARED_BYTES,
+    Compiled,
+    compile_attention,
+    compile_normalize_rows,
+)
+
+CPU = torch.device("cpu")
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+
+Terms = Callable[[Inputs], Sequence[object]]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One call to compile for.
+
+    Attributes:
+        dtype: of q, k and v.
+        n, d: queries and head size.
+        terms: builds the terms of the bias.
+        sizes: other sizes, see `Inputs`.
+        options: arguments of the call; `masked` stands for a key mask, `placed` for a start per
+            batch entry, `head_scales` for a scale per head.
+    """
+
+    dtype: torch.dtype
+    n: int
+    d: int
+    terms: Terms = lambda x: ()
+    sizes: dict[str, Any] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
+
+    def inputs(self) -> Inputs:
+        return Inputs(CPU, self.dtype, n=self.n, d=self.d, **{"heads": 3, **self.sizes})
+
+    def compile(self) -> list[Compiled]:
+        x = self.inputs()
+        call: dict[str, Any] = {o: True for o in self.options if o in ("causal", "cosine")}
+        if "masked" in self.options:
+            call["key_mask"] = torch.ones(x.q.shape[0], x.m, dtype=torch.bool)
+        if "placed" in self.options:
+            call["query_start"] = torch.zeros(x.q.shape[:-3], dtype=torch.int64)
+        if "head_scales" in self.options:
+            call["scale"] = torch.ones(x.heads)
+        return compile_attention(x.q, x.k, x.v, self.bias(x), **call)
+
+    def bias(self, x: Inputs) -> ScoreBias | None:
+        terms = self.terms(x)
+        return x.bias(*terms) if terms else None
+
+
+def every_kind(x: Inputs) -> Sequence[object]:
+    return (x.low_rank(), x.key_bias(), x.alibi(), x.table(), x.regions(), x.dense())
+
+
+def other_terms_for_each_head(x: Inputs) -> Sequence[object]:
+    dense = Dense(bias=x.normal(1, x.n, x.m), heads=(2,))
+    return x.low_rank(17, heads=(0,), split=0), x.low_rank(2, heads=(1,)), dense, x.regions()
+
+
+VARIANTS = {
+    "fp16-decode-alibi": Variant(
+        FP16, 1, 8, lambda x: [x.alibi()], {"m": 239}, ("causal", "masked", "placed")
+    ),
+    "bf16-decode-every-kind": Variant(
+        BF16, 1, 40, every_kind, {"m": 197, "batch": (2, 3)}, ("causal",)
+    ),
+    "bf16-window-rank1-regions": Variant(
+        BF16, 49, 24, lambda x: [x.low_rank(1), x.regions((2,))], {}, ("cosine", "head_scales")
+    ),
+    "fp16-key_bias-rows": Variant(FP16, 63, 30, lambda x: [x.rows(x.key_bias())], {}, ("masked",)),
+    "bf16-relative_table": Variant(BF16, 113, 40, lambda x: [x.table()], {}, ("causal",)),
+    "fp16-rank17-unsplit": Variant(FP16, 144, 72, lambda x: [x.low_rank(17, split=0)]),
+    "bf16-dense-rows": Variant(BF16, 197, 80, lambda x: [x.rows(x.dense())], {}, ("masked",)),
+    "fp16-rank7-key_bias": Variant(FP16, 239, 96, lambda x: [x.low_rank(7), x.key_bias()]),
+    "bf16-rank56-unsplit-regions": Variant(
+        BF16, 576, 8, lambda x: [x.low_rank(56, split=0), x.regions()], {}, ("cosine",)
+    ),
+    "fp16-rank56-split": Variant(FP16, 576, 24, lambda x: [x.low_rank(56)]),
+    "fp16-every-kind": Variant(FP16, 49, 80, every_kind, {}, ("cosine",)),
+    "bf16-heads-differ": Variant(BF16, 144, 24, other_terms_for_each_head, {}, ("causal",)),
+    "bf16-distance": Variant(
+        BF16, 63, 72, lambda x: [x.low_rank(3), x.rows(x.alibi(symmetric=True))]
+    ),
+    "bf16-grouped-heads": Variant(
+        BF16, 239, 30, sizes={"kv_heads": 1, "dv": 80}, options=("causal", "masked")
+    ),
+    "fp16-largest-head": Variant(
+        FP16, 113, 256, lambda x: [x.low_rank(56), x.dense()], {}, ("causal",)
+    ),
+    "fp32-rank2-key_bias": Variant(
+        FP32, 113, 30, lambda x: [x.low_rank(2), x.key_bias()], {}, ("causal",)
+    ),
+    "fp32-relative_table-rows": Variant(
+        FP32, 197, 8, lambda x: [x.rows(x.table())], {}, ("cosine", "masked")
+    ),
+    "fp32-heads-differ": Variant(FP32, 49, 24, other_terms_for_each_head),
+    "fp32-largest-head": Variant(FP32, 1, 256, lambda x: [x.low_rank(56)], {"m": 144}),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_attention_compiles(name: str) -> None:
+    variant = VARIANTS[name]
+    compiled = [c for c in variant.compile() if c.name == "attention_kernel"]
+    assert compiled
+    for each in compiled:
+        assert each.shared < HOPPER_SHARED_BYTES
+        if variant.dtype != FP32:
+            wide = each.constants["BM"] >= 64
+            assert ("wgmma.mma_async" if wide else "mma.sync") in each.ptx
+
+
+def test_heads_with_other_terms_are_compiled_apart() -> None:
+    compiled = VARIANTS["bf16-heads-differ"].compile()
+    assert [c.constants["COLUMNS"] for c in compiled] == [32, 16, 0]
+
+
+def test_the_variants_cover_every_size_dtype_and_option() -> None:
+    variants = VARIANTS.values()
+    assert {v.n for v in variants} >= {1, 49, 63, 113, 144, 197, 239, 576}
+    assert {v.d for v in variants} >= {8, 24, 30, 40, 72, 80, 96, 256}
+    options = {(v.dtype, o) for v in variants for o in v.options}
+    assert options >= {(d, o) for d in (FP16, BF16, FP32) for o in ("causal", "cosine", "masked")}
+    terms = {(v.dtype, t) for v in variants for t in v.terms(v.inputs())}
+    ranks = {t.max_rank for _, t in terms if t.kind == "low_rank"}  # type: ignore[attr-defined]
+    assert ranks >= {1, 2, 3, 7, 17, 56}
+    kinds = {(d, t.kind) for d, t in terms}  # type: ignore[attr-defined]
+    every = {t.kind for t in every_kind(Inputs(CPU, n=2))}  # type: ignore[attr-defined]
+    assert kinds >= {(d, kind) for d in (FP16, BF16) for kind in every}
+
+
+@pytest.mark.parametrize("d", [8, 30, 96, 256])
+@pytest.mark.parametrize("dtype", [FP16, BF16, FP32])
+def test_normalising_rows_compiles(dtype: torch.dtype, d: int) -> None:
+    compiled = compile_normalize_rows(torch.zeros(2, 3, 49, d, dtype=dtype))
+    assert compiled.name == "normalize_rows_kernel"
+    assert compiled.shared < HOPPER_SHARED_BYTES
+
+
+#: Kernels of common models; each must keep its numbers in registers.
+COMMON = {
+    "windows-rank16": Variant(
+        FP16, 64, 32, lambda x: [x.low_rank(16, split=0), x.regions()], {}, ("cosine",)
+    ),
+    "windows-table": Variant(FP16, 144, 32, lambda x: [x.table(), x.regions()], {}, ("cosine",)),
+    "windows-dense": Variant(BF16, 576, 32, lambda x: [x.dense()], {}, ("cosine",)),
+    "long-alibi": Variant(BF16, 1024, 64, lambda x: [x.alibi()], {}, ("causal",)),
+    "long-rank16": Variant(FP16, 1024, 64, lambda x: [x.low_rank(16, split=0)]),
+}
+
+
+@pytest.mark.skipif(not CUOBJDUMP.exists(), reason="cuobjdump is not there")
+@pytest.mark.parametrize("name", COMMON)
+def test_common_kernels_fit_registers(name: str, tmp_path: Path) -> None:
+    for compiled in COMMON[name].compile():
+        assert compiled.stack_bytes(tmp_path) == 0
