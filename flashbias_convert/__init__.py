@@ -32,8 +32,11 @@ if TYPE_CHECKING:
     from .recipe import Description, Recipe, Site, UnsupportedSite, load_recipe_file
     from .terms import (
         Alibi,
+        Axial,
         Dense,
+        Diagonal,
         KeyBias,
+        Lookup,
         LowRank,
         Regions,
         RelativeTable,
@@ -62,8 +65,11 @@ _MODULES = {
     "recipe": ("Description", "Recipe", "Site", "UnsupportedSite", "load_recipe_file"),
     "terms": (
         "Alibi",
+        "Axial",
         "Dense",
+        "Diagonal",
         "KeyBias",
+        "Lookup",
         "LowRank",
         "Regions",
         "RelativeTable",
@@ -75,13 +81,16 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "Alibi",
+    "Axial",
     "CheckpointError",
     "DecomposeOptions",
     "DecompositionError",
     "Dense",
     "Description",
+    "Diagonal",
     "FlashBiasError",
     "KeyBias",
+    "Lookup",
     "LowRank",
     "NothingToConvertError",
     "PatchedAttention",

@@ -22,7 +22,7 @@ from .tuning import LaunchSettings, launch_settings
 #: Batch dimensions that the kernel can tell apart.
 MAX_BATCH_DIMS = 3
 #: Tensors that the kernel walks in steps over the keys.
-STEPPED = ("k", "v", "phi_k", "dense")
+STEPPED = ("k", "v", "phi_k", "dense", "lookup_code")
 #: How many plans to keep; a model has a few dozen.
 MAX_PLANS = 4096
 

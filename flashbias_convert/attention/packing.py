@@ -17,7 +17,19 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedTermError
-from ..terms import Alibi, Dense, KeyBias, LowRank, Regions, RelativeTable, ScoreBias, Term
+from ..terms import (
+    Alibi,
+    Axial,
+    Dense,
+    Diagonal,
+    KeyBias,
+    Lookup,
+    LowRank,
+    Regions,
+    RelativeTable,
+    ScoreBias,
+    Term,
+)
 from .factors import balance, effective_factors, split_columns
 
 #: Numbers of factor columns that kernels are compiled for.
@@ -120,7 +132,7 @@ def pack(bias: ScoreBias, *, half: bool, scale: float | None = None) -> PackedBi
 
 def unsupported(bias: ScoreBias, *, half: bool) -> str | None:
     """Why the kernel cannot add this bias, or None if it can. Reads shapes only."""
-    known = (Alibi, Dense, KeyBias, LowRank, Regions, RelativeTable)
+    known = (Alibi, Axial, Dense, Diagonal, KeyBias, Lookup, LowRank, Regions, RelativeTable)
     for term in bias.terms:
         if not isinstance(term, known):
             return f"there is no kernel for {term.kind} terms"
@@ -267,15 +279,17 @@ def _pack_term(term: Term) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             tensors[name] = tensor.to(torch.int32).contiguous()
-        elif tensor.dtype == torch.float64 or name != "dense":
+        elif tensor.dtype == torch.float64 or name not in CASTABLE:
             tensors[name] = tensor.float()
-    if "table" in tensors:
-        tensors["table"] = tensors["table"].contiguous()
+    for name in {"table", "lookup", "rel_h", "rel_w"} & set(tensors):
+        tensors[name] = tensors[name].contiguous()  # their last dimension is read at an index
     if isinstance(term, Regions) and term.key_ids is None:
         tensors["key_ids"] = tensors["ids"]
     return tensors
 
 
+#: Tensors that the kernel reads in half precision, too.
+CASTABLE = frozenset({"dense", "rel_h", "rel_w"})
 #: (kind of term, field) -> name of the kernel's argument
 _KERNEL_NAMES = {
     ("key_bias", "values"): "key_bias",
@@ -293,4 +307,14 @@ _KERNEL_NAMES = {
     ("regions", "row_scale"): "region_rows",
     ("dense", "bias"): "dense",
     ("dense", "row_scale"): "dense_rows",
+    ("diagonal", "values"): "diagonal",
+    ("diagonal", "row_scale"): "diagonal_rows",
+    ("lookup", "table"): "lookup",
+    ("lookup", "code"): "lookup_code",
+    ("lookup", "row_scale"): "lookup_rows",
+    ("axial", "rel_h"): "rel_h",
+    ("axial", "rel_w"): "rel_w",
+    ("axial", "y"): "axial_y",
+    ("axial", "x"): "axial_x",
+    ("axial", "row_scale"): "axial_rows",
 }

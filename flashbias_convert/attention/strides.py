@@ -30,9 +30,17 @@ TAILS = {
     "region_rows": 2,
     "dense": 3,
     "dense_rows": 2,
+    "diagonal": 2,
+    "diagonal_rows": 2,
+    "lookup": 2,
+    "lookup_rows": 2,
+    "lookup_code": 2,
+    "rel_h": 3,
+    "rel_w": 3,
+    "axial_rows": 2,
 }
 #: Vectors that all batch entries share.
-VECTORS = ("heads", "codes_q", "codes_k", "scale")
+VECTORS = ("heads", "codes_q", "codes_k", "axial_y", "axial_x", "scale")
 
 
 def collapse_batch(
@@ -76,7 +84,7 @@ def own_strides(name: str, tensor: Tensor) -> list[int]:
     """Strides after the batch dimensions; 0 for a dimension that all heads or rows share."""
     tail = TAILS[name]
     strides = [tensor.stride(i) for i in range(tensor.dim() - tail, tensor.dim())]
-    has_heads = tail >= 2 or name == "slopes"
+    has_heads = (tail >= 2 and name != "lookup_code") or name == "slopes"
     if has_heads and tensor.shape[tensor.dim() - tail] == 1:
         strides[0] = 0
     if name.endswith("_rows") and tensor.shape[-1] == 1:

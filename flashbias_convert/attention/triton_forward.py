@@ -62,6 +62,11 @@ def attention_kernel(
     codes_q_ptr, codes_k_ptr,
     ids_ptr, ids_strides, key_ids_ptr, key_ids_strides, region_rows_ptr, region_rows_strides,
     dense_ptr, dense_strides, dense_rows_ptr, dense_rows_strides,
+    diagonal_ptr, diagonal_strides, diagonal_rows_ptr, diagonal_rows_strides,
+    lookup_ptr, lookup_strides, lookup_rows_ptr, lookup_rows_strides,
+    lookup_code_ptr, lookup_code_strides,
+    rel_h_ptr, rel_h_strides, rel_w_ptr, rel_w_strides, axial_rows_ptr, axial_rows_strides,
+    axial_y_ptr, axial_x_ptr,
     region_value, batch_1, batch_2, G, kv_group, N, M,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     COLUMNS: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
@@ -173,6 +178,27 @@ def attention_kernel(
         dense_ptr = dense_ptr + safe_m * dense_strides[4]
         if dense_rows_ptr is not None:
             dense_row = _rows(dense_rows_ptr, dense_rows_strides, b0, b1, b2, g, safe_m)
+    if diagonal_ptr is not None:
+        own_key = start + offs_m
+        diagonal_row = _rows(diagonal_ptr, diagonal_strides, b0, b1, b2, g, safe_m) * per_size
+        if diagonal_rows_ptr is not None:
+            diagonal_row *= _rows(diagonal_rows_ptr, diagonal_rows_strides, b0, b1, b2, g, safe_m)
+    if lookup_ptr is not None:
+        lookup_ptr = _at(lookup_ptr, lookup_strides, b0, b1, b2)
+        lookup_ptr += g.to(tl.int64) * lookup_strides[3]
+        lookup_code_ptr = _at(lookup_code_ptr, lookup_code_strides, b0, b1, b2)
+        lookup_code_ptr = lookup_code_ptr + safe_m * lookup_code_strides[3]
+        lookup_row = tl.zeros([BM], tl.float32) + per_size
+        if lookup_rows_ptr is not None:
+            lookup_row *= _rows(lookup_rows_ptr, lookup_rows_strides, b0, b1, b2, g, safe_m)
+    if rel_h_ptr is not None:
+        rel_h_ptr = _at(rel_h_ptr, rel_h_strides, b0, b1, b2) + g.to(tl.int64) * rel_h_strides[3]
+        rel_h_ptr = rel_h_ptr + safe_m * rel_h_strides[4]
+        rel_w_ptr = _at(rel_w_ptr, rel_w_strides, b0, b1, b2) + g.to(tl.int64) * rel_w_strides[3]
+        rel_w_ptr = rel_w_ptr + safe_m * rel_w_strides[4]
+        axial_row = tl.zeros([BM], tl.float32) + per_size
+        if axial_rows_ptr is not None:
+            axial_row *= _rows(axial_rows_ptr, axial_rows_strides, b0, b1, b2, g, safe_m)
     if key_mask_ptr is not None:
         key_mask_ptr = _at(key_mask_ptr, key_mask_strides, b0, b1, b2)
 
@@ -189,6 +215,8 @@ def attention_kernel(
     v_ptrs = v_ptr + offs_n[:, None] * v_strides[4] + offs_dv[None, :] * v_strides[5]
     if COLUMNS > 0:
         phi_k_ptrs = phi_k_ptr + offs_n[None, :] * phi_k_strides[4] + offs_c[:, None]
+    if lookup_ptr is not None:
+        lookup_code_ptrs = lookup_code_ptr[:, None] + offs_n[None, :] * lookup_code_strides[4]
     if dense_ptr is not None:
         dense_ptrs = dense_ptr[:, None] + offs_n[None, :] * dense_strides[5]
 
@@ -260,6 +288,25 @@ def attention_kernel(
                     x += cell.to(tl.float32) * (dense_row * per_size)[:, None]
                 else:
                     x += cell.to(tl.float32) * per_size
+
+            if diagonal_ptr is not None:
+                meets = offs_k[None, :] == own_key[:, None]
+                x += tl.where(meets, diagonal_row[:, None], 0.0)
+            if lookup_ptr is not None:
+                code_tile = _tile(
+                    lookup_code_ptrs + far * lookup_code_strides[4],
+                    in_keys[None, :],
+                    None,
+                    MASKED,
+                    False,
+                )  # (BM, BN)
+                x += tl.load(lookup_ptr + code_tile) * lookup_row[:, None]
+            if rel_h_ptr is not None:
+                key_y = tl.load(axial_y_ptr + safe_k)
+                key_x = tl.load(axial_x_ptr + safe_k)
+                both = tl.load(rel_h_ptr[:, None] + key_y[None, :]).to(tl.float32)
+                both += tl.load(rel_w_ptr[:, None] + key_x[None, :]).to(tl.float32)
+                x += both * axial_row[:, None]
 
             if MASKED:
                 x = tl.where(in_keys[None, :], x, float("-inf"))

@@ -6,9 +6,12 @@ dimensions broadcast, right-aligned.
 """
 
 from .alibi import Alibi
+from .axial import Axial
 from .base import Term
 from .dense import Dense
+from .diagonal import Diagonal
 from .key_bias import KeyBias
+from .lookup import Lookup
 from .low_rank import LowRank
 from .regions import Regions
 from .relative_table import RelativeTable
@@ -17,8 +20,11 @@ from .score_bias import TERM_KINDS, ScoreBias
 __all__ = [
     "TERM_KINDS",
     "Alibi",
+    "Axial",
     "Dense",
+    "Diagonal",
     "KeyBias",
+    "Lookup",
     "LowRank",
     "Regions",
     "RelativeTable",

@@ -11,15 +11,29 @@ import torch
 from torch import Tensor
 
 from .alibi import Alibi
+from .axial import Axial
 from .base import Term, require
 from .dense import Dense
+from .diagonal import Diagonal
 from .key_bias import KeyBias
+from .lookup import Lookup
 from .low_rank import LowRank
 from .regions import Regions
 from .relative_table import RelativeTable
 
 TERM_KINDS: dict[str, type[Term]] = {
-    cls.kind: cls for cls in (Alibi, KeyBias, LowRank, RelativeTable, Regions, Dense)
+    cls.kind: cls
+    for cls in (
+        Alibi,
+        Axial,
+        Dense,
+        Diagonal,
+        KeyBias,
+        Lookup,
+        LowRank,
+        Regions,
+        RelativeTable,
+    )
 }
 
 

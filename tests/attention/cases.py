@@ -7,7 +7,18 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from flashbias_convert import Alibi, Dense, KeyBias, LowRank, Regions, RelativeTable, ScoreBias
+from flashbias_convert import (
+    Alibi,
+    Axial,
+    Dense,
+    Diagonal,
+    KeyBias,
+    Lookup,
+    LowRank,
+    Regions,
+    RelativeTable,
+    ScoreBias,
+)
 from flashbias_convert.attention import flashbias_attention
 
 Shape = tuple[int, ...]
@@ -91,6 +102,21 @@ class Inputs:
     def dense(self, batch: Shape = ()) -> Dense:
         return Dense(bias=2 * self.normal(*batch, self.heads, self.n, self.m))
 
+    def diagonal(self, batch: Shape = ()) -> Diagonal:
+        return Diagonal(values=3 * self.normal(*batch, self.heads, self.n))
+
+    def lookup(self, batch: Shape = ()) -> Lookup:
+        code = self.integers(11, *batch, self.n, self.m)
+        return Lookup(table=2 * self.normal(self.heads, 11), code=code)
+
+    def axial(self, batch: Shape = ()) -> Axial:
+        return Axial(
+            rel_h=self.normal(*batch, self.heads, self.n, 5),
+            rel_w=self.normal(*batch, self.heads, self.n, 9),
+            y=self.integers(5, self.m),
+            x=self.integers(9, self.m),
+        )
+
     def rows(self, term: object, batch: Shape = ()) -> object:
         """The same term with a random gate on its rows."""
         import dataclasses
@@ -119,8 +145,14 @@ BIASES: dict[str, Callable[[Inputs], ScoreBias | None]] = {
     "regions-rows": lambda x: x.bias(x.rows(x.regions())),
     "dense": lambda x: x.bias(x.dense()),
     "dense-rows": lambda x: x.bias(x.rows(x.dense())),
+    "diagonal": lambda x: x.bias(x.diagonal()),
+    "diagonal-rows": lambda x: x.bias(x.rows(x.diagonal((2,)))),
+    "lookup": lambda x: x.bias(x.lookup((2,))),
+    "lookup-rows": lambda x: x.bias(x.rows(x.lookup())),
+    "axial": lambda x: x.bias(x.axial((2,))),
+    "axial-rows": lambda x: x.bias(x.rows(x.axial())),
     "all": lambda x: x.bias(
-        x.low_rank(), x.key_bias(), x.alibi(), x.table(), x.regions(), x.dense()
+        x.low_rank(), x.key_bias(), x.alibi(), x.table(), x.regions(), x.dense(), x.diagonal()
     ),
     "heads-differ": lambda x: x.bias(
         x.low_rank(20, heads=(0,), split=0),
