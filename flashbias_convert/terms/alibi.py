@@ -38,6 +38,8 @@ class Alibi(Term):
         for name in ("pos_q", "pos_k"):
             positions = getattr(self, name)
             if positions is not None:
+                length = "N" if name == "pos_q" else "M"
+                require_shape(name, positions, 1, f"(*batch, {length})")
                 require_integer(name, positions)
 
     def sizes(self) -> list[tuple[str, int, str]]:

@@ -37,8 +37,8 @@ class Term:
     Attributes:
         heads: the heads that this term acts on, in the order of its own head dimension.
             None means all heads.
-        row_scale: optional gate, shape (*batch, H, N) or broadcastable to it, that multiplies row
-            i of this term (WavLM's gate, the weight per point of a PDE solver). Always fp32.
+        row_scale: optional gate, shape (*batch, H or 1, N or 1), that multiplies row i of this
+            term (WavLM's gate, the weight per point of a PDE solver). Always fp32.
     """
 
     kind: ClassVar[str]

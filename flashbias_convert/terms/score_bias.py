@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .alibi import Alibi
 from .axial import Axial
-from .base import Term, require
+from .base import Term, require, require_shape
 from .dense import Dense
 from .diagonal import Diagonal
 from .key_bias import KeyBias
@@ -55,6 +55,8 @@ class ScoreBias:
             self._check_heads(term)
 
     def _check_heads(self, term: Term) -> None:
+        if term.row_scale is not None:
+            require_shape(f"{term.kind}: row_scale", term.row_scale, 2, "(*batch, H, N)")
         own, heads = term.num_own_heads(), term.heads
         expected = self.num_heads if heads is None else len(heads)
         require(
