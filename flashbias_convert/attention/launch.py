@@ -113,13 +113,11 @@ def make_plan(
     heads = q.shape[-3] if spec.heads is None else len(spec.heads)
     settings = launch_settings(
         n=n,
-        m=m,
         d=padded(d),
         dv=padded(dv),
         columns=spec.columns,
         half=q.dtype != torch.float32,
         terms=spec.tensors,
-        cosine=cosine,
     )
     values: dict[str, Any] = dict.fromkeys([f"{name}_ptr" for name in (*TAILS, *VECTORS)])
     values |= dict.fromkeys([f"{name}_strides" for name in TAILS])

@@ -26,23 +26,20 @@ class LaunchSettings:
 def launch_settings(
     *,
     n: int,
-    m: int,
     d: int,
     dv: int,
     columns: int,
     half: bool,
     terms: Collection[str],
-    cosine: bool,
 ) -> LaunchSettings:
     """Settings for one launch, read off `scripts/results/tuning.csv`.
 
     Args:
-        n, m: queries and keys.
+        n: queries.
         d, dv: head sizes, padded to powers of two.
         columns: padded number of factor columns.
         half: fp16 or bf16 inputs; fp32 products run on the plain arithmetic units.
         terms: names of the tensors that the kernel reads besides q, k and v.
-        cosine: rows are normalised in the kernel.
     """
     width = max(d, dv)
     if not half:

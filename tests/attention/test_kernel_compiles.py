@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from flashbias_convert import Dense, ScoreBias
+from flashbias_convert.terms import TERM_KINDS
 
 from .cases import Inputs
 from .conftest import INTERPRETED
@@ -77,7 +78,8 @@ class Variant:
 
 
 def every_kind(x: Inputs) -> Sequence[object]:
-    return (x.low_rank(), x.key_bias(), x.alibi(), x.table(), x.regions(), x.dense())
+    thin = (x.low_rank(), x.key_bias(), x.alibi(), x.regions(), x.diagonal())
+    return (*thin, x.table(), x.lookup(), x.axial(), x.dense())
 
 
 def other_terms_for_each_head(x: Inputs) -> Sequence[object]:
@@ -112,6 +114,8 @@ VARIANTS = {
     "bf16-grouped-heads": Variant(
         BF16, 239, 30, sizes={"kv_heads": 1, "dv": 80}, options=("causal", "masked")
     ),
+    "fp16-lookup-rows": Variant(FP16, 239, 40, lambda x: [x.rows(x.lookup())], {}, ("masked",)),
+    "bf16-axial": Variant(BF16, 197, 80, lambda x: [x.axial(), x.rows(x.diagonal())]),
     "fp16-largest-head": Variant(
         FP16, 113, 256, lambda x: [x.low_rank(56), x.dense()], {}, ("causal",)
     ),
@@ -153,8 +157,7 @@ def test_the_variants_cover_every_size_dtype_and_option() -> None:
     ranks = {t.max_rank for _, t in terms if t.kind == "low_rank"}  # type: ignore[attr-defined]
     assert ranks >= {1, 2, 3, 7, 17, 56}
     kinds = {(d, t.kind) for d, t in terms}  # type: ignore[attr-defined]
-    every = {t.kind for t in every_kind(Inputs(CPU, n=2))}  # type: ignore[attr-defined]
-    assert kinds >= {(d, kind) for d in (FP16, BF16) for kind in every}
+    assert kinds >= {(d, kind) for d in (FP16, BF16) for kind in TERM_KINDS}
 
 
 @pytest.mark.parametrize("d", [8, 30, 96, 256])
