@@ -23,6 +23,8 @@ from .tuning import LaunchSettings, launch_settings
 MAX_BATCH_DIMS = 3
 #: Tensors that the kernel walks in steps over the keys.
 STEPPED = ("k", "v", "phi_k", "dense", "lookup_code")
+#: Widest access of a thread.
+VECTOR_BYTES = 16
 #: How many plans to keep; a model has a few dozen.
 MAX_PLANS = 4096
 
@@ -142,6 +144,7 @@ def make_plan(
         "SCALED": spec.scaled,
         "PLAIN_SCALE": plain_scale,
         "NATURAL": q.dtype == torch.float32,
+        "ALIGNED_ROWS": vector_rows(k) and vector_rows(v),
         "WIDE": any(reach(tensors[n]) >= 2**31 for n in STEPPED if n in tensors),
         "CAUSAL": causal,
         "COSINE": cosine,
@@ -171,10 +174,12 @@ def run(plan: LaunchPlan, tensors: Mapping[str, Tensor], scale: float, query_sta
     values = list(plan.arguments.values())
     values[plan.positions["scale"]] = scale
     values[plan.positions["query_start"]] = query_start
+    if tensors["k"].data_ptr() % VECTOR_BYTES or tensors["v"].data_ptr() % VECTOR_BYTES:
+        values[plan.positions["ALIGNED_ROWS"]] = False
     aligned = 0
     for name, tensor in tensors.items():
         values[plan.positions[f"{name}_ptr"]] = tensor
-        aligned = 2 * aligned + (tensor.data_ptr() % 16 == 0)
+        aligned = 2 * aligned + (tensor.data_ptr() % VECTOR_BYTES == 0)
     compiled = plan.compiled.get(aligned)
     if compiled is not None:
         # everything that Triton specialises on is in the plan, so its checks can be skipped
@@ -184,6 +189,16 @@ def run(plan: LaunchPlan, tensors: Mapping[str, Tensor], scale: float, query_sta
     plan.compiled[aligned] = kernel[(plan.grid,)](
         *values, num_warps=plan.settings.num_warps, num_stages=plan.settings.num_stages
     )
+
+
+def vector_rows(tensor: Tensor) -> bool:
+    """Whether every row starts at a multiple of a vector, if the tensor does.
+
+    Triton sees only whether a stride in elements is a multiple of 16. In a packed projection with
+    a head size of 40 or 72 that is true of rows but not of heads, and it would read single numbers.
+    """
+    *outer, last = tensor.stride()
+    return last == 1 and all(s * tensor.element_size() % VECTOR_BYTES == 0 for s in outer)
 
 
 def reach(tensor: Tensor) -> int:

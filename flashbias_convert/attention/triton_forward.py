@@ -70,7 +70,8 @@ def attention_kernel(
     region_value, batch_1, batch_2, G, kv_group, N, M,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     COLUMNS: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
-    PLAIN_SCALE: tl.constexpr, NATURAL: tl.constexpr, WIDE: tl.constexpr,
+    PLAIN_SCALE: tl.constexpr, NATURAL: tl.constexpr, ALIGNED_ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
     CAUSAL: tl.constexpr, COSINE: tl.constexpr, SYMMETRIC: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -211,6 +212,8 @@ def attention_kernel(
 
     k_ptr = _at(k_ptr, k_strides, b0, b1, b2) + h_kv.to(tl.int64) * k_strides[3]
     v_ptr = _at(v_ptr, v_strides, b0, b1, b2) + h_kv.to(tl.int64) * v_strides[3]
+    if ALIGNED_ROWS:
+        k_ptr, v_ptr = tl.multiple_of(k_ptr, 16), tl.multiple_of(v_ptr, 16)
     k_ptrs = k_ptr + offs_n[None, :] * k_strides[4] + offs_d[:, None] * k_strides[5]
     v_ptrs = v_ptr + offs_n[:, None] * v_strides[4] + offs_dv[None, :] * v_strides[5]
     if COLUMNS > 0:

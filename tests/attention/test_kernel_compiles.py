@@ -177,6 +177,7 @@ COMMON = {
     "windows-dense": Variant(BF16, 576, 32, lambda x: [x.dense()], {}, ("cosine",)),
     "long-alibi": Variant(BF16, 1024, 64, lambda x: [x.alibi()], {}, ("causal",)),
     "long-rank16": Variant(FP16, 1024, 64, lambda x: [x.low_rank(16, split=0)]),
+    "head-size-80": Variant(BF16, 1024, 80, lambda x: [x.low_rank(16, split=0)]),
 }
 
 
@@ -185,3 +186,17 @@ COMMON = {
 def test_common_kernels_fit_registers(name: str, tmp_path: Path) -> None:
     for compiled in COMMON[name].compile():
         assert compiled.stack_bytes(tmp_path) == 0
+
+
+@pytest.mark.parametrize("d", [40, 72])
+def test_rows_that_start_at_vectors_are_read_in_vectors(d: int) -> None:
+    """Packed projections with such head sizes have strides that are multiples of 8 only."""
+    packed = torch.zeros(2, 128, 3, 8, d, dtype=BF16)
+    q, k, v = packed.movedim(-3, 0).transpose(-2, -3).unbind(0)
+    (compiled,) = compile_attention(q, k, v, None)
+    assert compiled.constants["ALIGNED_ROWS"]
+    assert compiled.ptx.count("cp.async.cg") >= 16
+    odd = torch.zeros(2, 128, 3, 8, d + 1, dtype=BF16)[..., 1:]
+    q, k, v = odd.movedim(-3, 0).transpose(-2, -3).unbind(0)
+    (compiled,) = compile_attention(q, k, v, None)
+    assert not compiled.constants["ALIGNED_ROWS"]
