@@ -7,8 +7,10 @@ recipes of the classes that it meets.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import logging
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
@@ -168,18 +170,31 @@ class Registry:
 def load_recipe_file(path: str | Path) -> Recipe:
     """Import `recipe` from a Python file (the file is executed).
 
+    The module stays in `sys.modules`, under a name of its own: dataclasses and pickle look there.
+
     Raises:
         UsageError: no such file, or it does not define `recipe`.
     """
     path = Path(path)
     if not path.is_file():
         raise UsageError(f"recipe file {path} does not exist")
-    spec = importlib.util.spec_from_file_location(f"flashbias_recipe_{path.stem}", path)
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
+    name = f"flashbias_recipe_{path.stem.replace('.', '_')}_{digest}"
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UsageError(f"recipe file {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    recipe = getattr(module, "recipe", None)
-    if not isinstance(recipe, Recipe):
-        raise UsageError(f"recipe file {path} does not define `recipe = Recipe(...)`")
+    before = sys.modules.get(name)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+        recipe = getattr(module, "recipe", None)
+        if not isinstance(recipe, Recipe):
+            raise UsageError(f"recipe file {path} does not define `recipe = Recipe(...)`")
+    except BaseException:
+        if before is None:
+            sys.modules.pop(name, None)
+        else:
+            sys.modules[name] = before
+        raise
     return recipe

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -80,6 +82,40 @@ def test_a_recipe_file_is_loaded(tmp_path: Path) -> None:
     path.write_text("from tests.toy import make_recipe\nrecipe = make_recipe(name='from_file')\n")
     loaded = load_recipe_file(path)
     assert isinstance(loaded, Recipe) and loaded.name == "from_file"
+
+
+def test_a_recipe_file_may_define_dataclasses_and_be_pickled(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "from typing import ClassVar\n"
+        "from tests.toy import make_recipe\n"
+        "@dataclass\nclass Sizes:\n    known: ClassVar[int] = 1\n    n: int = 2\n"
+        "def describe(site):\n    return None\n"
+        "recipe = make_recipe(name='from_file', describe=describe)\n"
+    )
+    describe = load_recipe_file(path).describe
+    assert pickle.loads(pickle.dumps(describe)) is describe
+    sizes = sys.modules[describe.__module__].Sizes
+    assert pickle.loads(pickle.dumps(sizes(n=3))) == sizes(n=3)
+
+
+def test_recipe_files_of_one_name_do_not_mix(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        text = f"from tests.toy import make_recipe\nrecipe = make_recipe(name={folder!r})\n"
+        (tmp_path / folder / "mine.py").write_text(text)
+    assert load_recipe_file(tmp_path / "a" / "mine.py").name == "a"
+    assert load_recipe_file(tmp_path / "b" / "mine.py").name == "b"
+
+
+def test_a_recipe_file_that_fails_leaves_no_module(tmp_path: Path) -> None:
+    before = set(sys.modules)
+    (tmp_path / "bad.py").write_text("1 / 0\n")
+    with pytest.raises(ZeroDivisionError):
+        load_recipe_file(tmp_path / "bad.py")
+    assert not {name for name in set(sys.modules) - before if "recipe" in name}
 
 
 @pytest.mark.parametrize("content", ["x = 1\n", "recipe = 'no recipe'\n"])
