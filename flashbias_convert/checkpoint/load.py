@@ -19,8 +19,8 @@ from .build import build_model
 from .header import require_plan, tied_of
 from .live_plan import live_plan
 from .open import compute_dtype
+from .outputs import check_file
 from .read import read_checkpoint
-from .staging import require_absent
 from .tied import untie_different
 from .write import write_file
 
@@ -98,7 +98,7 @@ def save_model(
     path = Path(path)
     if path.suffix != ".safetensors":
         raise UsageError(f"the path {path} must end in .safetensors")
-    require_absent(path, force)
+    check_file(path, force)
     built = as_architecture(arch) if arch is not None else architecture_of(model)
     saved = live_plan(model, plan, recipes)
     saved = dataclasses.replace(saved, arch=built.to_json() if built is not None else None)

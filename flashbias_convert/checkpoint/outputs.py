@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..errors import UsageError
 from .files import INDEX_SUFFIX
-from .staging import require_absent
+from .staging import require_absent, require_no_folder
 
 WEIGHTS_NAME = "model.safetensors"
 _SUFFIX = ".safetensors"
@@ -63,14 +63,22 @@ def check_output(output: Path, source: Path, force: bool) -> None:
     output_is_file = output.suffix == _SUFFIX
     if _same(output, source) or (source.is_dir() and _same(output.parent, source)):
         raise UsageError(f"the output {output} would change the input", "choose another --output")
-    require_absent(output, force)
     if output_is_file:
-        require_absent(plan_path(output), force)
-    if output.is_dir() and (output_is_file or not _is_ours(output)):
+        check_file(output, force)
+        return
+    require_absent(output, force)
+    if output.is_dir() and not _is_ours(output):
         raise UsageError(
             f"{output} is a folder that no conversion made, so it is not replaced",
             "choose another --output",
         )
+
+
+def check_file(output: Path, force: bool) -> None:
+    """Raise UsageError if the file `output` or its sidecar must not be written."""
+    for path in (output, plan_path(output)):
+        require_absent(path, force)
+        require_no_folder(path)
 
 
 def _is_ours(folder: Path) -> bool:

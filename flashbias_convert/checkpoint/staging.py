@@ -17,7 +17,7 @@ def require_absent(path: Path, force: bool) -> None:
 
     Args:
         path: what will be written.
-        force: an existing file may be replaced. A folder may not, see `Staging.commit_folder`.
+        force: an existing file may be replaced. Folders are the caller's to check.
     """
     if not path.parent.is_dir():
         raise UsageError(f"the folder {path.parent} does not exist")
@@ -25,6 +25,14 @@ def require_absent(path: Path, force: bool) -> None:
         raise UsageError(f"{path} exists", "choose another --output, or replace it with --force")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise UsageError(f"no permission to write in {path.parent}", "choose another --output")
+
+
+def require_no_folder(path: Path) -> None:
+    """Raise UsageError if a folder is where a file is to be written."""
+    if path.is_dir():
+        raise UsageError(
+            f"{path} is a folder, so no file can be written there", "choose another --output"
+        )
 
 
 class Staging:
@@ -48,20 +56,29 @@ class Staging:
         return temporary
 
     def commit(self) -> None:
-        """Make the files durable and give them their names; all of them, or none is left."""
-        for temporary, _ in self._files:
-            _sync_tree(temporary)
-        published: list[Path] = []
+        """Make the files durable and give them their names.
+
+        After an exception none of them is left, and what they would have replaced is back.
+
+        Raises:
+            UsageError: a file exists and may not be replaced, or a folder is in its place.
+            OSError: the file system refuses.
+        """
+        for temporary, final in self._files:
+            _sync_tree(temporary, final)
+        steps: list[_Publication] = []
         try:
             for temporary, final in self._files:
-                _publish(temporary, final, self._force)
-                published.append(final)
+                steps.append(_Publication(temporary, final))
+                steps[-1].do(self._force)
+            for folder in {final.parent for _, final in self._files}:
+                _sync(folder)
         except BaseException:
-            for final in published:
-                _remove(final)
+            for step in reversed(steps):
+                step.undo()
             raise
-        for folder in {final.parent for _, final in self._files}:
-            _sync(folder)
+        for step in steps:
+            _remove(step.old)
 
     def __enter__(self) -> Self:
         return self
@@ -76,13 +93,35 @@ class Staging:
             _remove(temporary)
 
 
-def _publish(temporary: Path, final: Path, force: bool) -> None:
-    if temporary.is_dir():
-        _publish_folder(temporary, final)
-    elif force:
-        os.replace(temporary, final)
-    else:
-        _publish_new(temporary, final)
+class _Publication:
+    """Gives one file or folder its name, and takes that back.
+
+    Attributes:
+        old: where what is replaced waits until it can be deleted.
+    """
+
+    def __init__(self, temporary: Path, final: Path) -> None:
+        self._temporary, self._final = temporary, final
+        self.old = final.with_name(f".{final.name}.{secrets.token_hex(4)}.old")
+        self._done = False
+
+    def do(self, force: bool) -> None:
+        is_folder = self._temporary.is_dir()
+        if force and os.path.lexists(self._final):
+            if not is_folder:
+                require_no_folder(self._final)
+            os.rename(self._final, self.old)
+        if force or is_folder:
+            os.rename(self._temporary, self._final)
+        else:
+            _publish_new(self._temporary, self._final)
+        self._done = True
+
+    def undo(self) -> None:
+        if self._done:
+            _remove(self._final)
+        if os.path.lexists(self.old):
+            os.rename(self.old, self._final)
 
 
 def _publish_new(temporary: Path, final: Path) -> None:
@@ -95,23 +134,9 @@ def _publish_new(temporary: Path, final: Path) -> None:
         os.rename(temporary, final)
 
 
-def _publish_folder(temporary: Path, final: Path) -> None:
-    if not final.exists():
-        os.rename(temporary, final)
-        return
-    old = final.with_name(f".{final.name}.{secrets.token_hex(4)}.old")
-    os.rename(final, old)
-    try:
-        os.rename(temporary, final)
-    except OSError:
-        os.rename(old, final)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync_tree(path: Path) -> None:
+def _sync_tree(path: Path, final: Path) -> None:
     if not path.exists():
-        raise CheckpointError(f"{path} vanished while it was written")
+        raise CheckpointError(f"{final} vanished while it was written")
     for child in path.iterdir() if path.is_dir() else ():
         _sync(child)
     _sync(path)
@@ -126,7 +151,7 @@ def _sync(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)

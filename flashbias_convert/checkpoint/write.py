@@ -47,7 +47,7 @@ def write_file(
     """
     with Staging(force) as staging:
         weights, sidecar = staging.add(path), staging.add(plan_path(path))
-        _write_pair(weights, sidecar, tensors, plan, metadata or {})
+        _write_pair(weights, sidecar, tensors, plan, metadata or {}, path)
         try:
             staging.commit()
         except OSError as error:
@@ -76,7 +76,7 @@ def write_folder(
         except OSError as error:
             raise _failed(folder, error) from error
         weights = temporary / WEIGHTS_NAME
-        _write_pair(weights, plan_path(weights), tensors, plan, metadata or {})
+        _write_pair(weights, plan_path(weights), tensors, plan, metadata or {}, folder)
         try:
             staging.commit()
         except OSError as error:
@@ -89,6 +89,7 @@ def _write_pair(
     tensors: Mapping[str, Tensor],
     plan: Plan,
     metadata: Mapping[str, str],
+    final: Path,
 ) -> None:
     stored, tied = prepare(tensors)
     header = {**metadata, "format": "pt", VERSION_KEY: __version__}
@@ -101,7 +102,7 @@ def _write_pair(
         weights.chmod(sidecar.stat().st_mode)  # safetensors makes private files
         compare(weights, stored, header)
     except (OSError, SafetensorError) as error:
-        raise _failed(weights, error) from error
+        raise _failed(final, error) from error
 
 
 def prepare(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

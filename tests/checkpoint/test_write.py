@@ -157,8 +157,9 @@ def test_a_full_disk_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, function: str, fault: Callable
 ) -> None:
     monkeypatch.setattr(owner, function, fault)
-    with pytest.raises(CheckpointError, match=r"nothing was kept: .*No space left"):
+    with pytest.raises(CheckpointError, match=r"nothing was kept: .*No space left") as caught:
         write_file(tmp_path / "x.safetensors", WEIGHTS, PLAN)
+    assert caught.value.hint == f"target: {tmp_path / 'x.safetensors'}"
     assert names(tmp_path) == []
 
 
@@ -177,6 +178,39 @@ def test_a_failing_rename_leaves_neither_file(
     with pytest.raises(KeyboardInterrupt):
         write_file(tmp_path / "x.safetensors", WEIGHTS, PLAN)
     assert names(tmp_path) == []
+
+
+def test_old_files_are_back_when_publishing_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = {"x.plan.json": "old plan", "x.safetensors": "old weights"}
+    for name, text in old.items():
+        (tmp_path / name).write_text(text)
+    real = os.rename
+
+    def last_fails(source: Path, target: Path) -> None:
+        if source.suffix == ".tmp" and target.name == "x.plan.json":
+            raise KeyboardInterrupt
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", last_fails)
+    with pytest.raises(KeyboardInterrupt):
+        write_file(tmp_path / "x.safetensors", WEIGHTS, PLAN, force=True)
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == old
+
+
+def test_a_folder_in_place_of_the_sidecar_costs_nothing(tmp_path: Path) -> None:
+    weights = tmp_path / "x.safetensors"
+    weights.write_text("old weights")
+    (tmp_path / "x.plan.json").mkdir()
+    (tmp_path / "x.plan.json" / "precious").touch()
+    with pytest.raises(UsageError, match=r"x\.plan\.json is a folder"):
+        check_output(weights, tmp_path / "m.pth", force=True)
+    with pytest.raises(UsageError, match=r"x\.plan\.json is a folder"):
+        write_file(weights, WEIGHTS, PLAN, force=True)
+    assert weights.read_text() == "old weights"
+    assert names(tmp_path) == ["x.plan.json", "x.safetensors"]
+    assert names(tmp_path / "x.plan.json") == ["precious"]
 
 
 def test_a_file_system_without_hard_links_works(
