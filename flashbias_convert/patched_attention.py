@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,23 @@ from torch import Tensor, nn
 from .errors import StaleTermsError
 from .modules import ScoreBiasModule
 
-#: a seal that no state of a module equals
-STALE = ("stale",)
+
+@dataclass(frozen=True)
+class Seal:
+    """What the terms were made from, as it was then.
+
+    Attributes:
+        state: identities, versions and sizes.
+        values: sums over the tensors.
+        broken: known to be stale; holds until the terms are made or loaded again.
+    """
+
+    state: tuple[Hashable, ...] = ()
+    values: tuple[str, ...] = ()
+    broken: bool = False
+
+
+BROKEN = Seal(broken=True)
 
 
 class PatchedAttention(nn.Module):
@@ -35,6 +51,7 @@ class PatchedAttention(nn.Module):
     bypassed: ClassVar[tuple[str, ...]] = ()
 
     score_bias: ScoreBiasModule
+    _seal: Seal
 
     def flashbias_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original forward with its scores, bias, mask and softmax replaced."""
@@ -47,6 +64,8 @@ class PatchedAttention(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.training or self._bypasses_training():
             return super().forward(*args, **kwargs)
+        if self._seal.broken:  # compiled code guards on this
+            self.check_fresh()
         if not torch.compiler.is_compiling():
             self.check_fresh()
             self._check_gradients()
@@ -66,13 +85,30 @@ class PatchedAttention(nn.Module):
 
     def seal(self) -> None:
         """Declare that the terms belong to the weights and sizes as they are now."""
-        self.__dict__["_seal"] = _state_of(self.bias_sources())
+        sources = self.bias_sources()
+        self._seal = Seal(_state_of(sources), _values_of(sources))
         self.score_bias.awaits_load = False
         self.score_bias.prepared()  # now, so that torch.compile finds it made
 
     def is_stale(self) -> bool:
-        """Whether weights or sizes have changed since the terms were made."""
-        return bool(self.__dict__["_seal"] != _state_of(self.bias_sources()))
+        """Whether weights or sizes have changed since the terms were made.
+
+        Costs nothing and sees assignments, in-place changes and new sizes. Changes behind torch's
+        back (fused optimizers, ``.data``) are seen by `compare_values`.
+        """
+        return self._seal.broken or self._seal.state != _state_of(self.bias_sources())
+
+    def compare_values(self) -> None:
+        """Look at the numbers themselves: after training and after loading."""
+        if self.is_stale() or self._seal.values != _values_of(self.bias_sources()):
+            self._seal = BROKEN
+
+    def train(self, mode: bool = True) -> Self:
+        back_from_training = self.training and not mode
+        super().train(mode)
+        if back_from_training:
+            self.compare_values()
+        return self
 
     def check_fresh(self) -> None:
         """Raise StaleTermsError if `is_stale`."""
@@ -103,7 +139,7 @@ class PatchedAttention(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # the composed class has no importable name, so a copy is rebuilt from its two parents
-        state = {**self.__dict__, "_seal": STALE if self.is_stale() else None}
+        state = {**self.__dict__, "_seal": BROKEN if self.is_stale() else None}
         return _new_instance, (self.recipe_class, self.original_class), state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -117,6 +153,8 @@ def seal_if_loaded(module: nn.Module, _: Any) -> None:
     assert isinstance(module, PatchedAttention)
     if module.score_bias.just_loaded:
         module.seal()
+    elif not module.score_bias.awaits_load:
+        module.compare_values()
 
 
 def _state_of(sources: tuple[Tensor | Hashable, ...]) -> tuple[Hashable, ...]:
@@ -126,6 +164,17 @@ def _state_of(sources: tuple[Tensor | Hashable, ...]) -> tuple[Hashable, ...]:
 def _state_of_tensor(tensor: Tensor) -> Hashable:
     # the address tells of `parameter.data = ...`, which the version does not count
     return (id(tensor), tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version)
+
+
+def _values_of(sources: tuple[Tensor | Hashable, ...]) -> tuple[str, ...]:
+    """A few sums over each tensor, as text so that NaN equals NaN; reads the values."""
+    sums = []
+    for tensor in sources:
+        if isinstance(tensor, Tensor) and not tensor.is_meta:
+            wide = tensor.detach().double().flatten()
+            weights = torch.linspace(0.5, 1.5, len(wide), dtype=wide.dtype, device=wide.device)
+            sums.append(repr([float((wide * weights).sum()), float(wide.square().sum())]))
+    return tuple(sums)
 
 
 @cache

@@ -10,7 +10,7 @@ from torch import nn
 
 from .errors import UsageError
 from .modules import ScoreBiasModule
-from .patched_attention import STALE, PatchedAttention, compose, seal_if_loaded
+from .patched_attention import BROKEN, PatchedAttention, Seal, compose, seal_if_loaded
 from .terms import ScoreBias
 
 #: name of the submodule that holds the terms of a patched module
@@ -70,7 +70,7 @@ def patch_module(
         unpatch_module(module)
         raise
     if awaits_load:
-        module.__dict__["_seal"] = STALE
+        module._seal = BROKEN
         terms.awaits_load = True
 
 
@@ -97,15 +97,15 @@ class _Patched:
     module: PatchedAttention
     cls: type
     terms: ScoreBiasModule
-    seal: object
+    seal: Seal
 
     @classmethod
     def of(cls, module: PatchedAttention) -> _Patched:
-        return cls(module, type(module), module.score_bias, module.__dict__.get("_seal"))
+        return cls(module, type(module), module.score_bias, module._seal)
 
     def restore(self) -> None:
         _install(self.module, self.cls, self.terms)
-        self.module.__dict__["_seal"] = self.seal
+        self.module._seal = self.seal
 
 
 def unpatch_all(model: nn.Module) -> int:

@@ -59,6 +59,8 @@ def check_arguments(
         scale = 1.0 if cosine else q.shape[-1] ** -0.5
     if isinstance(scale, Tensor):
         scale = _check_scale(scale, heads)
+    elif not isinstance(scale, int | float):
+        raise TypeError(f"scale must be a number or a tensor, got {type(scale).__name__}")
     if key_mask is not None:
         _check_key_mask(key_mask, batch, m)
     if query_start is None:

@@ -29,11 +29,11 @@ def eager_attention(
     if bias is not None:
         scores = scores + dense_bias(bias, q.shape[-2], k.shape[-2], args, dtype)
     visible = visible_keys(q, k, args)
-    if visible is None:
-        return (scores.softmax(-1) @ value).to(q.dtype)
-    scores = scores.masked_fill(~visible, float("-inf"))
+    if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
     # a row without any visible key attends to nothing: zeros, as in torch's fused attention
-    weights = scores.softmax(-1).masked_fill(~visible.any(-1, keepdim=True), 0.0)
+    nothing = scores.amax(-1, keepdim=True) == float("-inf")
+    weights = scores.softmax(-1).masked_fill(nothing, 0.0)
     return (weights @ value).to(q.dtype)
 
 

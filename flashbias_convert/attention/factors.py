@@ -17,21 +17,28 @@ def effective_factors(term: LowRank) -> tuple[Tensor, Tensor]:
 
 
 def balance(phi_q: Tensor, phi_k: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale columns by powers of two so that both factors have like magnitudes.
+    """Scale the columns of each matrix by powers of two so that both factors have like sizes.
 
     The products stay the same bit for bit (barring fp32 overflow), and both factors fit fp16 if
     their product does. Shapes (*batch, H, N, R) and (*batch, H, M, R). Nothing is read back from
     the device.
     """
-    top_q, top_k = _column_max(phi_q), _column_max(phi_k)
+    top_q, top_k = _column_max(phi_q, phi_k), _column_max(phi_k, phi_q)
     usable = (top_q > 0) & (top_k > 0)
     ratio = torch.where(usable, top_k / top_q.clamp_min(1e-38), torch.ones_like(top_q))
     step = torch.exp2(torch.round(0.5 * torch.log2(ratio)))
     return phi_q * step, phi_k / step
 
 
-def _column_max(phi: Tensor) -> Tensor:
-    return phi.detach().abs().flatten(0, -2).amax(0)
+def _column_max(phi: Tensor, other: Tensor) -> Tensor:
+    """Largest entry per column, (..., 1, R); one for all where the other factor is shared."""
+    top = phi.detach().abs().amax(-2, keepdim=True)
+    missing = top.dim() - other.dim()
+    shape = (1,) * missing + tuple(other.shape) if missing > 0 else tuple(other.shape)[-top.dim() :]
+    shared = [i for i in range(top.dim() - 2) if shape[i] == 1 and top.shape[i] > 1]
+    top = top.amax(shared, keepdim=True) if shared else top
+    # leading dimensions that only this factor has are gone, so that the step fits the other one
+    return top.reshape(top.shape[max(missing, 0) :])
 
 
 def high_low(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -61,6 +63,11 @@ def flashbias_attention(
     """
     if backend not in BACKENDS:
         raise UsageError(f"backend must be one of {BACKENDS}, got {backend!r}")
+    if not isinstance(bias, ScoreBias | PreparedBias | None):
+        raise TypeError(
+            f"bias must be a ScoreBias or None, got {type(bias).__name__}; one term becomes a "
+            "bias with ScoreBias((term,), num_heads)"
+        )
     prepared = PreparedBias(bias) if isinstance(bias, ScoreBias) else bias
     terms = None if prepared is None else prepared.bias
     args = check_arguments(
@@ -76,9 +83,9 @@ def flashbias_attention(
     if prepared is not None:
         prepared.check_fits(tuple(q.shape[:-3]), q.shape[-3], q.shape[-2], k.shape[-2])
     if backend == "eager" or (backend == "auto" and q.dtype == torch.float64):
-        return eager_attention(q, k, v, terms, args)
+        return _without_autocast(eager_attention, q, k, v, terms, args)
     if backend == "sdpa":
-        return sdpa_attention(q, k, v, terms, args)
+        return _without_autocast(sdpa_attention, q, k, v, terms, args)
     problem = device_problem(q.device) or call_problem(q, k, v, prepared)
     if problem is None:
         return triton_attention(q, k, v, prepared, args)
@@ -87,7 +94,22 @@ def flashbias_attention(
             f"the triton backend cannot run this call: {problem}", "use backend='auto'"
         )
     warn_once(problem)
-    return sdpa_attention(q, k, v, terms, args)
+    return _without_autocast(sdpa_attention, q, k, v, terms, args)
+
+
+def _without_autocast(
+    attention: Callable[[Tensor, Tensor, Tensor, ScoreBias | None, AttentionArguments], Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: ScoreBias | None,
+    args: AttentionArguments,
+) -> Tensor:
+    """Run a backend in the precision that it chooses itself; autocast would round its products."""
+    if not torch.is_autocast_enabled(q.device.type):
+        return attention(q, k, v, bias, args)
+    with torch.autocast(q.device.type, enabled=False):
+        return attention(q, k, v, bias, args)
 
 
 def triton_attention(

@@ -39,12 +39,10 @@ def sdpa_attention(
     plain = rest is None and args.key_mask is None
     is_causal = plain and args.causal and _is_zero(args.query_start)
     visible = None if is_causal else visible_keys(q, k, args)
-    mask = _mask(q, k, rest, visible, args)
+    mask, nothing = _mask(q, k, rest, visible, args)
     out = _fused(query, key, value, mask, is_causal, scale)
-    if visible is None:
-        return out
     # backends differ on rows in which every key is masked; the promise is zeros
-    return out.masked_fill(~visible.any(-1, keepdim=True), 0.0)
+    return out if nothing is None else out.masked_fill(nothing, 0.0)
 
 
 def _scaled(q: Tensor, k: Tensor, args: AttentionArguments) -> tuple[Tensor, Tensor, float]:
@@ -135,15 +133,18 @@ def _mask(
     rest: ScoreBias | None,
     visible: Tensor | None,
     args: AttentionArguments,
-) -> Tensor | None:
-    """A boolean or additive mask in the dtype of q, or None."""
+) -> tuple[Tensor | None, Tensor | None]:
+    """A boolean or additive mask in the dtype of q, and which rows see nothing; None if none."""
     if rest is None:
-        return visible
+        return visible, None if visible is None else ~visible.any(-1, keepdim=True)
     wide = torch.promote_types(q.dtype, torch.float32)
     mask = dense_bias(rest, q.shape[-2], k.shape[-2], args, wide)
     if visible is not None:
         mask = mask.masked_fill(~visible, float("-inf"))
-    return mask.to(q.dtype)
+    # softmax ignores a constant per row, and without it a half-precision mask rounds less
+    top = mask.detach().amax(-1, keepdim=True)
+    nothing = top == float("-inf")
+    return (mask - top.masked_fill(nothing, 0.0)).to(q.dtype), nothing
 
 
 def _fused(

@@ -281,6 +281,44 @@ def test_rows_without_any_visible_key_are_zero(
     assert (out[1, :, 1:] != 0).any()
 
 
+def test_a_row_of_minus_infinity_gives_zeros(
+    backend: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    x = Inputs(device, dtype, n=5, m=5)
+    values = x.dense().bias
+    values[:, 2] = float("-inf")
+    out = flashbias_attention(x.q, x.k, x.v, x.bias(Dense(bias=values)), backend=backend)
+    assert out.isfinite().all()
+    assert (out[..., 2, :] == 0).all()
+    assert (out[..., 3, :] != 0).any()
+
+
+@pytest.mark.parametrize("level", [1e3, -1e5])
+def test_a_constant_per_row_is_no_loss(
+    level: float, backend: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """A bias far from zero would be rounded away in half precision; softmax ignores its level."""
+    x = Inputs(device, dtype, n=20)
+    low = x.dense()
+    lifted = Dense(bias=low.bias + level)
+    truth = truth_of(x, x.bias(low))
+    out = flashbias_attention(x.q, x.k, x.v, x.bias(lifted), backend=backend)
+    # what fp32 itself loses by the level, and the rounding of the dtype
+    allowed = 8 * abs(level) * 2.0**-24 + 8 * torch.finfo(dtype).eps
+    assert (out - truth).abs().max() < allowed
+
+
+def test_heads_of_opposite_magnitudes(
+    backend: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Factors of 1e6 and 1e-6 whose product is about one, the other way round in another head."""
+    x = Inputs(device, dtype, n=20, heads=2)
+    sizes = torch.tensor([1e6, 1e-6], device=device)[:, None, None]
+    plain = x.low_rank(3)
+    bias = x.bias(LowRank(phi_q=plain.phi_q * sizes, phi_k=plain.phi_k / sizes))
+    check(x, bias, backend)
+
+
 def test_finite_masks_stay_finite(backend: str, device: torch.device) -> None:
     """A shift mask of -100 against a bias of +60 and scores of +30: masked keys may win."""
     x = Inputs(device, torch.float16, n=8, heads=1)
