@@ -10,6 +10,8 @@ from typing import Any, Literal, Self, get_args
 from .errors import UsageError
 
 Method = Literal["auto", "exact", "svd", "neural"]
+#: card classes that can be named as `DecomposeOptions.target`
+TARGETS = ("a100", "h100", "h200")
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,8 @@ class DecomposeOptions:
         max_rank: cap on the rank; a head that misses `energy` under the cap takes another term.
         max_attention_error: guard, in [0, 1]: the largest acceptable total variation distance
             between the softmax of the bias and of its approximation, mean over rows.
-        target: card class whose costs decide ("h100", ...); None means the present card.
+        target: card class to plan for, one of `TARGETS`, or None. It is kept with the plan; until
+            costs are measured per card, one cost table serves all.
         fill: raise ranks to what a kernel computes with anyway (16, 32, 64, ... columns): more
             accurate at the same speed. False keeps the smallest rank that holds `energy`.
         force_all: convert sites that would not get faster, too.
@@ -52,6 +55,11 @@ class DecomposeOptions:
         if not 0.0 <= self.max_attention_error <= 1.0:
             raise UsageError(
                 f"max_attention_error must be in [0, 1], got {self.max_attention_error}"
+            )
+        if self.target is not None and self.target not in TARGETS:
+            raise UsageError(
+                f"target must be one of {', '.join(TARGETS)}, got {self.target!r}",
+                "leave it out: one cost table serves all cards",
             )
         if self.tokens is not None and (type(self.tokens) is not int or self.tokens < 1):
             raise UsageError(f"tokens must be a positive integer, got {self.tokens!r}")

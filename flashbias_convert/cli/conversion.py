@@ -37,7 +37,7 @@ class Request:
     arch: str | None
     arch_args: str | None
     device: str
-    dtype: str
+    dtype: str | None
     dry_run: bool
     force: bool
     report: Path | None
@@ -97,7 +97,7 @@ def _convert(
             arch=request.arch,
             arch_args=arch_args,
             device=torch_device(request.device),
-            dtype=getattr(torch, request.dtype),
+            dtype=None if request.dtype is None else getattr(torch, request.dtype),
             dry_run=request.dry_run,
             force=request.force,
             progress=progress,

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from ..options import TARGETS
+
 _WHAT = "What to convert"
 _MODEL = "Which model"
 _OUT = "Output"
@@ -46,7 +48,14 @@ EnergyOpt = Annotated[
         rich_help_panel=_WHAT,
     ),
 ]
-MethodOpt = Annotated[Method, typer.Option(help="How biases become terms.", rich_help_panel=_WHAT)]
+MethodOpt = Annotated[
+    Method,
+    typer.Option(
+        metavar="<auto|exact|svd>",
+        help="How biases become terms (neural: not yet).",
+        rich_help_panel=_WHAT,
+    ),
+]
 MaxRankOpt = Annotated[
     int | None, typer.Option(help="Cap on the rank of a head.", rich_help_panel=_WHAT)
 ]
@@ -92,7 +101,9 @@ ForceAllOpt = Annotated[
 TargetOpt = Annotated[
     str | None,
     typer.Option(
-        help="Card class whose costs decide, such as h100. Default: the card of this machine.",
+        metavar="CARD",
+        help=f"Card class to plan for: {', '.join(TARGETS)}. Until costs are measured per card, "
+        "one table serves all.",
         rich_help_panel=_WHAT,
         show_default=False,
     ),
@@ -136,10 +147,12 @@ DeviceOpt = Annotated[
     str, typer.Option(help="Where biases are decomposed.", rich_help_panel=_MODEL)
 ]
 DtypeOpt = Annotated[
-    ComputeDtype,
+    ComputeDtype | None,
     typer.Option(
-        help="In which biases are computed. Weights are written in the dtypes they came in.",
+        help="In which biases are computed. Default: float32, or float64 where the file holds "
+        "float64. Weights are written in the dtypes they came in.",
         rich_help_panel=_MODEL,
+        show_default=False,
     ),
 ]
 ReportOpt = Annotated[

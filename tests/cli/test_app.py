@@ -46,6 +46,13 @@ def test_every_command_has_help(cli: Cli, command: str) -> None:
     assert "Exit codes" in done.out
 
 
+def test_help_does_not_offer_what_does_not_work(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 200)
+    shown = cli("convert", "--help").out
+    assert "<auto|exact|svd>" in shown and "neural: not yet" in shown
+    assert "svd|neural" not in shown
+
+
 @pytest.mark.parametrize(
     ("given", "meant"),
     [

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ import torch
 from flashbias_convert import load_model
 from flashbias_convert.checkpoint import read_plan
 from flashbias_convert.cli import main
+from flashbias_convert.inspection import inspect_model
+from flashbias_convert.plan import Plan
 from tests.checkpoint.models import ARCH, images, tiny_model, write_tiny, write_tiny_folder
 
 from .conftest import Cli
@@ -69,6 +72,34 @@ def test_options_reach_the_plan(cli: Cli, tmp_path: Path) -> None:
     assert (saved.energy, saved.method, saved.max_rank) == (0.9, "svd", 12)
     assert (saved.max_attention_error, saved.target, saved.force_all) == (0.5, "h100", True)
     assert (tmp_path / "out.plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("held", "options", "used"),
+    [
+        (torch.float64, [], torch.float64),
+        (torch.float64, ["--dtype", "float32"], torch.float32),
+        (torch.float16, [], torch.float32),
+    ],
+)
+def test_biases_are_computed_as_wide_as_the_file(
+    cli: Cli,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    held: torch.dtype,
+    options: list[str],
+    used: torch.dtype,
+) -> None:
+    seen: list[torch.dtype] = []
+
+    def spy(model: torch.nn.Module, **choices: Any) -> Plan:
+        seen.append(next(model.parameters()).dtype)
+        return inspect_model(model, **choices)
+
+    monkeypatch.setattr("flashbias_convert.inspection.inspect_model", spy)
+    path = write_tiny(tmp_path / "x.safetensors", held)
+    assert cli("inspect", path, *ARCH, *options).code == 0
+    assert seen == [used]
 
 
 def test_include_and_exclude_choose_sites(cli: Cli, tmp_path: Path) -> None:

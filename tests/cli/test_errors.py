@@ -160,6 +160,7 @@ def test_a_pattern_that_matches_nothing(cli: Cli, tmp_path: Path, option: str) -
         (["--max-rank", "0"], "max_rank must be at least 1"),
         (["--max-attention-error", "-1"], "max_attention_error must be in [0, 1]"),
         (["--method", "magic"], "'magic' is not one of"),
+        (["--target", "h1000"], "target must be one of a100, h100, h200, got 'h1000'"),
         (["--dtype", "int8"], "'int8' is not one of"),
         (["--device", "toaster"], "there is no device 'toaster'"),
         (["--device", "meta"], "holds no values"),
