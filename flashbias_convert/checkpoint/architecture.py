@@ -14,6 +14,10 @@ from ..errors import CheckpointError, UnknownArchitectureError, UsageError
 
 Library = Literal["timm", "transformers", "caller"]
 
+#: entries of a transformers config that name code, kernels or repositories to fetch
+_CODE = frozenset({"_name_or_path", "auto_map", "custom_pipelines", "trust_remote_code"})
+_CODE_PARTS = ("attn_implementation", "experts_implementation", "use_kernels", "kernel_config")
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -121,12 +125,28 @@ def pretrained_cfg_of(pretrained_cfg: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_config(config: Mapping[str, Any], origin: str) -> Architecture:
-    """The architecture in the content of a transformers ``config.json``.
+    """The architecture in the content of a transformers ``config.json``; see `without_code`.
 
-    ``auto_map``, which names code inside a repository, is dropped: no such code is ever run.
+    Raises:
+        UnknownArchitectureError: the config names none.
     """
     classes = config.get("architectures") or ["AutoModel"]
-    if not isinstance(config.get("model_type"), str) or not isinstance(classes[0], str):
+    known = isinstance(classes, list) and isinstance(classes[0], str)
+    if not known or not isinstance(config.get("model_type"), str):
         raise UnknownArchitectureError(f"{origin} names no architecture")
-    args = {k: v for k, v in config.items() if k not in ("auto_map", "_name_or_path")}
-    return Architecture("transformers", classes[0], args, origin=origin)
+    return Architecture("transformers", classes[0], without_code(config), origin=origin)
+
+
+def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A transformers config without what could fetch or run code, in its sub-configs too."""
+    return {k: _without_code(v) for k, v in config.items() if not _names_code(k)}
+
+
+def _without_code(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return without_code(value)
+    return [_without_code(v) for v in value] if isinstance(value, list) else value
+
+
+def _names_code(key: Any) -> bool:
+    return key in _CODE or any(part in str(key) for part in _CODE_PARTS)

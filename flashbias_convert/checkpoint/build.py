@@ -1,7 +1,7 @@
 """From an architecture to a model with random weights.
 
 Architectures resolve through timm, through transformers, and through functions that the caller
-passed. Nothing that only a file names is ever imported.
+passed. Nothing that only a file names is ever imported or downloaded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import UnknownArchitectureError, UsageError
-from .architecture import Architecture
+from .architecture import Architecture, without_code
+from .offline import hub_offline
 
 #: arguments of timm.create_model that load, download or place something
 _NOT_FROM_A_FILE = frozenset(
@@ -79,14 +80,19 @@ class _NoMetaInit(TorchFunctionMode):
 def _timm(arch: Architecture) -> nn.Module:
     import timm
 
-    # names with a source such as "hf-hub:..." would download
-    if not all(c.isalnum() or c in "_.-" for c in arch.name) or not timm.is_model(arch.name):
+    if not _is_plain(arch.name) or not timm.is_model(arch.name):
         raise UnknownArchitectureError(f"timm has no model {arch.name!r}", _close_names(arch.name))
     forbidden = sorted(_NOT_FROM_A_FILE & set(arch.args))
     if forbidden:
         raise UsageError(f"{arch.origin} may not set {', '.join(forbidden)} of a timm model")
-    model: nn.Module = timm.create_model(arch.name, pretrained=False, **arch.args)
+    with hub_offline():
+        model: nn.Module = timm.create_model(arch.name, pretrained=False, **arch.args)
     return model
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a name has no source such as "hf-hub:...", which would download."""
+    return all(c.isalnum() or c in "_.-" for c in name)
 
 
 def _close_names(name: str) -> str:
@@ -102,29 +108,55 @@ def transformers_class(arch: Architecture) -> tuple[type[Any], Any]:
     """The model class and the config of a transformers architecture.
 
     Raises:
-        UnknownArchitectureError: transformers knows no such model type or class.
+        UnknownArchitectureError: transformers knows no such model type or class, or a part of
+            the model would come from a repository.
     """
     import transformers
 
-    args: Mapping[str, Any] = arch.args
+    args = without_code(arch.args)
+    _require_local(args, arch.origin)
     model_type = args.get("model_type")
     if model_type not in transformers.CONFIG_MAPPING:
         raise UnknownArchitectureError(
             f"transformers has no model type {model_type!r} (from {arch.origin})",
             "pass the class and its config: --arch transformers:CLASS --arch-args CONFIG",
         )
-    config = transformers.CONFIG_MAPPING[model_type].from_dict(dict(args))
+    with hub_offline():
+        config = transformers.CONFIG_MAPPING[model_type].from_dict(args)
     found = getattr(transformers, arch.name, None) if arch.name.isidentifier() else None
     if arch.name == "AutoModel":
-        found = transformers.MODEL_MAPPING.get(type(config))
+        found = transformers.MODEL_MAPPING.get(type(config), None)
     if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
-        raise UnknownArchitectureError(f"transformers has no model class {arch.name!r}")
+        raise UnknownArchitectureError(
+            f"transformers has no model class {arch.name!r} for {model_type!r} "
+            f"(from {arch.origin})",
+            "pass the class and its config: --arch transformers:CLASS --arch-args CONFIG",
+        )
     return found, config
+
+
+def _require_local(config: Mapping[str, Any], origin: str) -> None:
+    """Raise UnknownArchitectureError if a config takes a part of the model from elsewhere."""
+    for key, value in config.items():
+        if key in ("architecture", "backbone") and isinstance(value, str):
+            if not _is_plain(value):
+                raise UnknownArchitectureError(
+                    f"{origin} takes its {key} from {value!r}, and nothing is ever downloaded",
+                    "pass arch=, a function that returns the model",
+                )
+        elif key in ("model_args", "backbone_kwargs") and isinstance(value, Mapping):
+            forbidden = sorted(_NOT_FROM_A_FILE & set(value))
+            if forbidden:
+                raise UnknownArchitectureError(f"{origin} may not set {', '.join(forbidden)}")
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, Mapping):
+                _require_local(part, origin)
 
 
 def _transformers(arch: Architecture) -> nn.Module:
     cls, config = transformers_class(arch)
-    model: nn.Module = cls(config)
+    with hub_offline():
+        model: nn.Module = cls(config)
     return model
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from .architecture import Architecture
 from .build import transformers_class
+from .offline import hub_offline
 
 
 def load_pretrained(arch: Architecture, folder: Path, dtype: torch.dtype) -> nn.Module:
@@ -22,14 +23,15 @@ def load_pretrained(arch: Architecture, folder: Path, dtype: torch.dtype) -> nn.
     """
     cls, config = transformers_class(arch)
     try:
-        model, info = cls.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            local_files_only=True,
-            weights_only=True,
-            output_loading_info=True,
-        )
+        with hub_offline():
+            model, info = cls.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                weights_only=True,
+                output_loading_info=True,
+            )
     except Exception as error:  # raises anything for bad files
         raise CheckpointError(f"transformers cannot load {folder}: {error}") from error
     lacking = [*info.get("missing_keys", ()), *info.get("mismatched_keys", ())]
