@@ -10,19 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, UnknownArchitectureError, UsageError
+from ..errors import CheckpointError, FlashBiasError, UnknownArchitectureError, UsageError
 from ..plan import Plan, SitePlan
 from ..recipe import Recipe
 from .align import align
 from .architecture import Architecture, ArchLike, architecture_of, as_architecture
 from .build import build_model
 from .header import require_plan, tied_of
+from .healthy import check_loaded
 from .live_plan import live_plan
 from .open import compute_dtype
 from .outputs import check_file
 from .read import read_checkpoint
 from .tied import untie_different
 from .write import write_file
+
+#: what terms of a damaged plan raise when they are built
+_DAMAGE = (ValueError, TypeError, AttributeError, LookupError, RuntimeError)
 
 
 def load_model(
@@ -47,8 +51,8 @@ def load_model(
         backend: "auto", "triton", "sdpa" or "eager".
 
     Raises:
-        CheckpointError: missing, damaged, not converted, of a newer format, or of other shapes
-            than the architecture.
+        CheckpointError: missing, damaged, not converted, of a newer format, of other shapes
+            than the architecture, or with codes that point outside their table.
         UnknownArchitectureError: the file does not say what to build, and `arch` is missing.
     """
     from ..patching import apply_plan
@@ -61,11 +65,12 @@ def load_model(
     untie_different(model, tensors)
     try:
         apply_plan(model, plan, recipes=tuple(recipes), backend=backend, empty=True)
-    except UsageError:
+        model.load_state_dict(align(tensors, model), strict=True)
+    except FlashBiasError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except _DAMAGE as error:
         raise CheckpointError(f"the plan in {path} cannot be used: {error!r}") from error
-    model.load_state_dict(align(tensors, model), strict=True)
+    check_loaded(model, path)
     return model.to(device=device, dtype=dtype).eval()
 
 

@@ -256,6 +256,70 @@ def test_a_damaged_plan_is_one_clear_error(
         load_model(edited(converted.output, tmp_path, edit))
 
 
+TABLE = {"table": (1, 4), "u": (64,), "v": (64,)}
+LOOKUP = {"table": (1, 4), "code": (64, 64)}
+REGIONS = {"ids": (64,)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "shapes", "static", "bad", "message"),
+    [
+        ("relative_table", TABLE, {}, "u", "relative codes reach"),
+        ("relative_table", TABLE, {"heads": "0"}, "", "cannot be used"),
+        ("lookup", LOOKUP, {}, "code", "codes reach"),
+        ("regions", REGIONS, {"value": "much"}, "", "value"),
+        ("regions", REGIONS, {"value": [1.0]}, "", "value"),
+        ("regions", REGIONS, {"value": -100.0, "heads": [0.5]}, "", "heads"),
+        ("regions", REGIONS, {"value": -100.0}, "", None),
+        ("relative_table", TABLE, {}, "", None),
+    ],
+)
+def test_damaged_terms_name_their_site(
+    converted: Conversion,
+    tmp_path: Path,
+    kind: str,
+    shapes: dict[str, tuple[int, ...]],
+    static: dict[str, Any],
+    bad: str,
+    message: str | None,
+) -> None:
+    """A further term at one site, whole or with codes beyond its table."""
+    assert converted.output is not None
+    site = next(s.name for s in converted.plan.patched)
+    tensors = {
+        name: torch.full(shape, 99 if name == bad else 0).to(
+            torch.float32 if name == "table" else torch.int32
+        )
+        for name, shape in shapes.items()
+    }
+    entry = {
+        "name": kind,
+        "kind": kind,
+        "static": static,
+        "tensors": {
+            k: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")}
+            for k, t in tensors.items()
+        },
+    }
+
+    def add(plan: dict[str, Any]) -> None:
+        spec = next(s["spec"] for s in plan["sites"] if s["name"] == site)
+        spec["terms"] = [t for t in spec["terms"] if t["kind"] != kind] + [entry]
+
+    path = edited(converted.output, tmp_path, add)
+    with safe_open(path, framework="pt") as file:
+        metadata = dict(file.metadata())
+    prefix = f"{site}.score_bias.{kind}."
+    kept = {k: v for k, v in load_file(path).items() if not k.startswith(prefix)}
+    save_file(kept | {prefix + k: t for k, t in tensors.items()}, path, metadata=metadata)
+    if message is None:
+        load_model(path)
+        return
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_model(path)
+    assert site in str(caught.value) or "cannot be used" in str(caught.value)
+
+
 def test_a_file_that_was_not_converted_says_so(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"not a converted checkpoint.*convert it"):
         load_model(write_tiny(tmp_path / "x.safetensors"))
