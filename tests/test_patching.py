@@ -7,7 +7,7 @@ import gc
 import io
 import pickle
 import warnings
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import pytest
@@ -479,6 +479,56 @@ def test_changed_sources_are_refused_and_a_new_patch_is_fresh(change: Any) -> No
     unpatch_model(plain)
     patch(model)
     assert_parity(run(model), run(plain), run(plain.double(), make_input().double()))
+
+
+def train_two_steps(model: ToyModel, fused: bool) -> None:
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    with torch.enable_grad():
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(make_input()).square().sum().backward()
+            optimizer.step()
+    model.eval()
+
+
+def change_behind_the_back(model: ToyModel) -> None:
+    model.train()
+    attention(model).table.data.mul_(-1)
+    model.eval()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: train_two_steps(model, fused=True),
+        lambda model: train_two_steps(model, fused=False),
+        change_behind_the_back,
+    ],
+    ids=["fused optimizer", "optimizer", "data"],
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_training_makes_terms_stale(change: Callable[[ToyModel], None], compiled: bool) -> None:
+    """Fused optimizers and `.data` change numbers without a trace; so the numbers are compared."""
+    torch._dynamo.reset()
+    model = make_model()
+    patch(model)
+    call = torch.compile(model, backend="aot_eager") if compiled else model
+    with torch.no_grad():
+        call(make_input())
+        change(model)
+        with pytest.raises(StaleTermsError):
+            call(make_input())
+
+
+def test_training_something_else_keeps_terms() -> None:
+    model = make_model()
+    patch(model)
+    model.train()
+    with torch.no_grad():
+        attention(model).qkv.weight.mul_(1.5)
+    model.eval()
+    run(model)
 
 
 def test_other_weights_may_change() -> None:

@@ -141,10 +141,12 @@ def _mask(
     mask = dense_bias(rest, q.shape[-2], k.shape[-2], args, wide)
     if visible is not None:
         mask = mask.masked_fill(~visible, float("-inf"))
-    # softmax ignores a constant per row, and without it a half-precision mask rounds less
     top = mask.detach().amax(-1, keepdim=True)
     nothing = top == float("-inf")
-    return (mask - top.masked_fill(nothing, 0.0)).to(q.dtype), nothing
+    if q.dtype in (torch.float16, torch.bfloat16):
+        # softmax ignores a constant per row, and without it the mask rounds less
+        mask = mask - top.masked_fill(nothing, 0.0)
+    return mask.to(q.dtype), nothing
 
 
 def _fused(
