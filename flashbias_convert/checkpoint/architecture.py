@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, get_args
 from torch import nn
 
 from ..errors import CheckpointError, UnknownArchitectureError, UsageError
+from ..swap import original_class
 
 Library = Literal["timm", "transformers", "caller"]
 
@@ -107,12 +108,22 @@ def architecture_of(model: nn.Module) -> Architecture | None:
     """How a model in memory was built, where its library remembers it."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_diff_dict") and hasattr(config, "model_type"):
-        return from_config(config.to_dict(), "the model's config")
+        found = from_config(config.to_dict(), "the model's config")
+        cls = original_class(model)
+        if not cls.__module__.startswith("transformers."):
+            return found
+        # the config learns its class only when the model is saved
+        return dataclasses.replace(found, name=cls.__name__)
     pretrained = getattr(model, "pretrained_cfg", None)
     args = getattr(model, "_model_args", None)
     if not isinstance(pretrained, Mapping) or args is None or "architecture" not in pretrained:
         return None
     saved = {**args, "pretrained_cfg": pretrained_cfg_of(pretrained)}
+    classes = getattr(model, "num_classes", None)
+    if isinstance(classes, int) and classes != args.get(
+        "num_classes", pretrained.get("num_classes")
+    ):
+        saved["num_classes"] = classes  # the classifier was reset
     return Architecture("timm", pretrained["architecture"], saved, origin="the model")
 
 

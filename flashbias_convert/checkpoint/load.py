@@ -96,7 +96,9 @@ def save_model(
         force: replace existing files.
 
     Raises:
-        UsageError: nothing is patched, a file exists, or `plan` is for another model.
+        UsageError: nothing is patched, a file exists, `plan` is for another model, or the
+            architecture builds another one.
+        UnknownArchitectureError: the architecture is one that no library knows.
         StaleTermsError: weights have changed since the model was patched.
         CheckpointError: a tensor has no values (meta), or the disk is full.
     """
@@ -107,7 +109,29 @@ def save_model(
     built = as_architecture(arch) if arch is not None else architecture_of(model)
     saved = live_plan(model, plan, recipes)
     saved = dataclasses.replace(saved, arch=built.to_json() if built is not None else None)
-    write_file(path, model.state_dict(), saved, force=force)
+    state = model.state_dict()
+    if built is not None and built.factory is None:
+        _require_built_alike(built, state, saved)
+    write_file(path, state, saved, force=force)
+
+
+def _require_built_alike(arch: Architecture, state: Mapping[str, Tensor], plan: Plan) -> None:
+    """Raise UsageError unless the architecture has the tensors of the model, terms aside."""
+    terms = {key for site in plan.patched for key, _ in _term_tensors(site)}
+    try:
+        model = build_model(arch, "meta")
+    except UsageError:  # some models compute while they are built
+        model = build_model(arch)
+    wanted = {key: tensor.shape for key, tensor in model.state_dict().items()}
+    found = {key: tensor.shape for key, tensor in state.items() if key not in terms}
+    keys = sorted(wanted.keys() | found.keys())
+    differ = [key for key in keys if wanted.get(key) != found.get(key)]
+    if differ:
+        raise UsageError(
+            f"{arch} (from {arch.origin}) does not build this model: "
+            f"{len(differ)} tensors differ, such as {differ[0]}",
+            "was it changed after it was built? pass arch=, a function that returns it",
+        )
 
 
 def check_terms(plan: Plan, tensors: Mapping[str, Tensor]) -> None:

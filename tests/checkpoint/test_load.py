@@ -192,6 +192,30 @@ def test_a_function_is_needed_again_to_load(tmp_path: Path) -> None:
         load_model(tmp_path / "y.safetensors", recipes=[TOY])
 
 
+def test_a_new_classifier_is_saved_and_loaded(tmp_path: Path) -> None:
+    model: Any = tiny_model()
+    model.reset_classifier(3)
+    patch_model(model)
+    save_model(model, tmp_path / "x.safetensors")
+    assert torch.equal(run(load_model(tmp_path / "x.safetensors")), run(model))
+
+
+def test_a_model_that_was_rebuilt_by_hand_needs_its_function(tmp_path: Path) -> None:
+    def rebuilt() -> nn.Module:
+        model: Any = tiny_model()
+        model.head.fc = nn.Linear(32, 7)
+        return model
+
+    model = rebuilt().eval()
+    patch_model(model)
+    path = tmp_path / "x.safetensors"
+    with pytest.raises(UsageError, match=r"2 tensors differ, such as head\.fc\.bias.*pass arch="):
+        save_model(model, path)
+    assert not list(tmp_path.iterdir())
+    save_model(model, path, arch=rebuilt)
+    assert torch.equal(run(load_model(path, arch=rebuilt)), run(model))
+
+
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     model = tiny_model()
