@@ -8,6 +8,11 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run ``flashbias-convert`` and exit with its code, see `ExitCode`."""
-    from .app import run
+    try:
+        from .app import run
 
-    sys.exit(run(sys.argv[1:] if argv is None else argv))
+        code = run(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:  # during the imports, or while an error was told
+        print("error: interrupted, nothing was kept", file=sys.stderr)
+        code = 130
+    sys.exit(code)

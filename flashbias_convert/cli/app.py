@@ -32,6 +32,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
 }
 #: options of the program itself, which no command follows
 _OWN_OPTIONS = ("--help", "-h", "--version", "--install-completion", "--show-completion")
+_INTERRUPTED = 130
 
 _EPILOG = (
     "Exit codes: 0 done, 1 failed, 2 usage, 3 nothing to convert, 4 verification failed, "
@@ -72,15 +73,17 @@ def run(argv: Sequence[str]) -> int:
     """Run the program; returns its exit code and never raises, but for ``--debug``."""
     arguments = _with_command(list(argv))
     try:
-        code = app(args=arguments, prog_name=PROGRAM, standalone_mode=False)
+        code = int(app(args=arguments, prog_name=PROGRAM, standalone_mode=False) or 0)
         sys.stdout.flush()
-        return int(code or 0)
+        if code == _INTERRUPTED:  # typer makes this of KeyboardInterrupt, and says nothing
+            raise KeyboardInterrupt
+        return code
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.FAILED
     except (KeyboardInterrupt, typer.Abort):
         print_error("interrupted, nothing was kept")
-        return 130
+        return _INTERRUPTED
     except Exception as error:
         return _report(error, arguments)
 

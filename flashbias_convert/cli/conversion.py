@@ -15,12 +15,16 @@ from typing import TYPE_CHECKING, Any
 from ..errors import FlashBiasError, UsageError
 from ..options import DecomposeOptions
 from .exit_codes import ExitCode
-from .output import Output
+from .output import Output, print_error
 from .values import json_object, load_recipes, torch_device
 
 if TYPE_CHECKING:  # these import torch, which takes seconds: not before the options are known
     from ..checkpoint import Conversion
     from ..plan import Plan
+
+_OTHER_REPORT = "choose another name for --report"
+#: never the name of a report: a slip must not cost a checkpoint
+_WEIGHTS = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ def run_conversion(request: Request) -> int:
             _tell_failure(request, output, plans[0], error)
         raise
     _tell(request, output, done, time.perf_counter() - started)
+    _tell_failed_sites(request, done.plan)
     return _exit_code(done.plan)
 
 
@@ -106,15 +111,29 @@ def _convert(
 
 
 def _check_report(request: Request) -> None:
-    report = request.report
-    if report is None:
+    """Raise UsageError if the report would replace something that is not a report."""
+    if request.report is None:
         return
-    if report.exists() and not request.force:
-        raise UsageError(f"the report {report} exists", "choose another name")
+    from ..checkpoint.outputs import is_folder, output_path, plan_path
+
+    report, source = request.report.resolve(), request.checkpoint.resolve()
+    output = output_path(request.checkpoint, request.output).resolve()
+    if report.is_dir() or (report.exists() and not report.is_file()):
+        raise UsageError(f"the report {request.report} is not a file", _OTHER_REPORT)
     if not report.parent.is_dir():
         raise UsageError(f"the folder {report.parent} does not exist")
-    if report.exists() and request.checkpoint.exists() and report.samefile(request.checkpoint):
-        raise UsageError("the report would overwrite the checkpoint")
+    if report == source or (source.exists() and report.exists() and report.samefile(source)):
+        raise UsageError("the report would overwrite the checkpoint", _OTHER_REPORT)
+    if source.is_dir() and report.is_relative_to(source):
+        raise UsageError(f"the report would change the input {source}", _OTHER_REPORT)
+    if report in (output, plan_path(output)) or (
+        is_folder(request.checkpoint) and report.is_relative_to(output)
+    ):
+        raise UsageError(f"the report would overwrite the output {output}", _OTHER_REPORT)
+    if report.name == "config.json" or report.suffix in _WEIGHTS:
+        raise UsageError(f"{report.name} is no name for a report", _OTHER_REPORT)
+    if report.exists() and not request.force:
+        raise UsageError(f"the report {request.report} exists", _OTHER_REPORT)
 
 
 def _tell(request: Request, output: Output, done: Conversion, seconds: float) -> None:
@@ -133,7 +152,7 @@ def _tell(request: Request, output: Output, done: Conversion, seconds: float) ->
         summary(done.plan, dry_run=request.dry_run),
         *_how_to_go_on(request, done),
     )
-    _write_report(request.report, data)
+    _write_report(request, data)
 
 
 def _tell_failure(request: Request, output: Output, plan: Plan, error: FlashBiasError) -> None:
@@ -143,7 +162,18 @@ def _tell_failure(request: Request, output: Output, plan: Plan, error: FlashBias
     if not request.as_json:
         output.result(dict, site_table(plan, output.width), *notes(plan))
     error.plan = plan.to_json()  # type: ignore[attr-defined]
-    _write_report(request.report, lambda: {"error": str(error), "plan": plan.to_json()})
+    _write_report(request, lambda: {"error": str(error), "plan": plan.to_json()})
+
+
+def _tell_failed_sites(request: Request, plan: Plan) -> None:
+    failed = plan.with_status("failed")
+    if not failed:
+        return
+    stayed = "would stay" if request.dry_run else "stayed"
+    which = "; ".join(f"{site.name}: {site.reason}" for site in failed[:3])
+    more = f"; and {len(failed) - 3} more" if len(failed) > 3 else ""
+    count = f"{len(failed)} of {len(plan.sites)} sites failed"
+    print_error(f"{count} and {stayed} as they were: {which}{more}")
 
 
 def _origin(done: Conversion) -> str:
@@ -190,13 +220,19 @@ def _data(request: Request, done: Conversion, seconds: float) -> dict[str, Any]:
     }
 
 
-def _write_report(path: Path | None, data: Callable[[], Mapping[str, Any]]) -> None:
-    if path is None:
+def _write_report(request: Request, data: Callable[[], Mapping[str, Any]]) -> None:
+    if request.report is None:
         return
+    from ..checkpoint.staging import Staging
+
     try:
-        path.write_text(json.dumps(data(), indent=2) + "\n", encoding="utf-8")
+        with Staging(request.force) as staging:
+            temporary = staging.add(request.report.resolve())
+            temporary.write_text(json.dumps(data(), indent=2) + "\n", encoding="utf-8")
+            staging.commit()
     except OSError as error:
-        raise UsageError(f"the report {path} cannot be written: {error.strerror}") from error
+        message = f"the report {request.report} cannot be written: {error.strerror}"
+        raise UsageError(message) from error
 
 
 def _exit_code(plan: Plan) -> ExitCode:

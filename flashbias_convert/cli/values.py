@@ -29,15 +29,11 @@ def torch_device(name: str) -> Any:
     """The device called `name`; raises UsageError if it is not there."""
     import torch
 
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"there is no device {name!r}", "cpu or cuda, cuda:1, ...") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch finds no CUDA card here", "use --device cpu")
-    if device.type == "meta":
-        raise UsageError("--device meta holds no values")
-    return device
+    cards = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    known = ["cpu", *(["cuda", *cards] if cards else [])]
+    if name not in known:
+        raise UsageError(f"there is no device {name!r} here", f"there is {', '.join(known)}")
+    return torch.device(name)
 
 
 def load_recipes(files: tuple[Path, ...]) -> list[Recipe]:

@@ -129,6 +129,10 @@ def test_a_report_holds_everything(cli: Cli, tmp_path: Path) -> None:
     assert all(site["decisions"] for site in data["plan"]["sites"])
     again = cli("inspect", path, *ARCH, "--report", report)
     assert again.code == 2 and "exists" in again.err
+    report.write_text("old")
+    assert cli("convert", path, *ARCH, "--dry-run", "--report", report, "--force").code == 0
+    assert json.loads(report.read_text())["plan"] == data["plan"]
+    assert {p.name for p in tmp_path.iterdir()} == {"x.safetensors", "report.json"}
 
 
 def test_a_recipe_in_a_file_is_used(cli: Cli, tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,7 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from flashbias_convert.checkpoint import write
-from tests.checkpoint.models import ARCH, NAME, tiny_weights, write_tiny
+from flashbias_convert.cli import main
+from tests.checkpoint.models import ARCH, NAME, tiny_weights, write_tiny, write_tiny_folder
 from tests.checkpoint.test_load import NAN, edited
 from tests.checkpoint.test_read import Malicious, damaged, write_shards
 
@@ -122,6 +125,40 @@ def test_the_input_as_output(cli: Cli, tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    "report",
+    [
+        "x.safetensors",
+        "x.flashbias.safetensors",
+        "x.flashbias.plan.json",
+        "config.json",
+        "other.pt",
+        "folder",
+        "link",
+    ],
+)
+def test_a_report_in_the_place_of_something_else(cli: Cli, tmp_path: Path, report: str) -> None:
+    path = write_tiny(tmp_path / "x.safetensors")
+    (tmp_path / "config.json").write_text("precious")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(path)
+    before, weights = files(tmp_path), path.read_bytes()
+    assert_error(
+        cli(path, *ARCH, "--report", tmp_path / report, "--force"), 2, "report", "choose another"
+    )
+    assert files(tmp_path) == before
+    assert path.read_bytes() == weights and (tmp_path / "config.json").read_text() == "precious"
+
+
+@pytest.mark.parametrize("report", ["m.flashbias/report.json", "m/report.json"])
+def test_a_report_in_a_folder_of_weights(cli: Cli, tmp_path: Path, report: str) -> None:
+    folder = write_tiny_folder(tmp_path / "m")
+    (tmp_path / "m.flashbias").mkdir()
+    before = files(tmp_path)
+    assert_error(cli(folder, "--report", tmp_path / report, "--force"), 2, "the report would")
+    assert files(tmp_path) == before
+
+
 def test_a_full_disk(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_space(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -163,7 +200,9 @@ def test_a_pattern_that_matches_nothing(cli: Cli, tmp_path: Path, option: str) -
         (["--target", "h1000"], "target must be one of a100, h100, h200, got 'h1000'"),
         (["--dtype", "int8"], "'int8' is not one of"),
         (["--device", "toaster"], "there is no device 'toaster'"),
-        (["--device", "meta"], "holds no values"),
+        (["--device", "meta"], "there is no device 'meta'"),
+        (["--device", "mps"], "there is no device 'mps'"),
+        (["--device", "cuda:99"], "there is no device 'cuda:99' here"),
         (["--arch-args", "{"], "--arch-args is not JSON"),
         (["--arch-args", "[1]"], "--arch-args must be a JSON object"),
         (["--recipe", "nowhere.py"], "recipe file nowhere.py does not exist"),
@@ -214,6 +253,9 @@ def test_nan_in_one_bias_is_done_in_part(cli: Cli, tmp_path: Path) -> None:
     done = cli(path, *ARCH)
     assert done.code == 5
     assert "2 of 3 sites converted, 1 failed" in done.out
+    (line,) = done.err.splitlines()
+    told = "error: 1 of 3 sites failed and stayed as they were: layers.0.blocks.0.attn: "
+    assert line.startswith(told) and len(line) > len(told)
     assert "failed: " in done.out and "[layers.0.blocks.0.attn]" in done.out
     assert (tmp_path / "x.flashbias.safetensors").exists()
 
@@ -239,6 +281,29 @@ def test_errors_are_json_too_when_asked(cli: Cli) -> None:
 def test_a_traceback_only_on_request(cli: Cli) -> None:
     assert "Traceback" not in cli("nowhere.pt").err
     assert "Traceback" in cli("nowhere.pt", "--debug").err
+
+
+def test_an_interrupt_is_told(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flashbias_convert.checkpoint.convert_checkpoint", interrupted)
+    assert_error(cli("x.pt"), 130, "interrupted, nothing was kept")
+
+
+def test_an_interrupt_during_the_imports_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise KeyboardInterrupt
+
+    name = "flashbias_convert.cli.app"
+    monkeypatch.setitem(sys.modules, name, Interrupted(name))
+    with pytest.raises(SystemExit) as caught:
+        main(["x.pt"])
+    assert caught.value.code == 130
+    assert capsys.readouterr() == ("", "error: interrupted, nothing was kept\n")
 
 
 def test_a_bug_is_told_without_a_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
