@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention import PreparedBias, flashbias_attention
-from .terms import Regions, ScoreBias, Term
+from .terms import Lookup, Regions, RelativeTable, ScoreBias, Term
 
 
 class TermTensors(nn.Module):
@@ -126,6 +126,7 @@ class ScoreBiasModule(nn.Module):
         if without not in self._prepared:
             bias = ScoreBias.from_state(self._spec, dict(self.named_buffers()))
             kept = tuple(term for term in bias.terms if term.kind not in without)
+            _check_codes(kept)
             self._prepared[without] = PreparedBias(ScoreBias(kept, bias.num_heads))
         return self._prepared[without]
 
@@ -182,3 +183,10 @@ class ScoreBiasModule(nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_heads={self._spec['num_heads']}, backend={self.backend!r}"
+
+
+def _check_codes(terms: Sequence[Term]) -> None:
+    """A kernel trusts codes; a wrong one would read outside its table. Reads the codes."""
+    for term in terms:
+        if isinstance(term, RelativeTable | Lookup) and not torch.compiler.is_compiling():
+            term.check_codes()

@@ -1,0 +1,65 @@
+"""Imports point one way: cli -> engine -> recipe -> modules -> decompose, attention -> terms."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import flashbias_convert
+
+PACKAGE = Path(flashbias_convert.__file__).parent
+LAYERS = [
+    {"errors"},
+    {"options"},
+    {"terms"},
+    {"decompose", "attention"},
+    {"modules"},
+    {"patched_attention", "masks"},
+    {"recipe", "plan", "swap"},
+    {"inspection", "patching", "checkpoint"},
+    {"cli"},
+]
+RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
+#: rooms of one layer that may use each other
+SIDE_BY_SIDE = {
+    ("checkpoint", "inspection"),
+    ("checkpoint", "patching"),
+    ("patching", "inspection"),
+    ("plan", "recipe"),
+    ("swap", "recipe"),
+}
+
+
+def imports(file: Path) -> Iterator[tuple[str, str]]:
+    """(room, room it imports from) for every relative import, also inside functions."""
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = parts[: len(parts) - node.level]
+            target = (*base, *(node.module or "").split("."))
+            names = [target[0]] if target[0] else [alias.name for alias in node.names]
+            yield from ((parts[0], name) for name in names)
+
+
+def test_imports_point_one_way() -> None:
+    upward = set()
+    for file in PACKAGE.rglob("*.py"):
+        for room, other in imports(file):
+            ranked = room in RANK and other in RANK and room != other
+            if ranked and RANK[other] >= RANK[room] and (room, other) not in SIDE_BY_SIDE:
+                upward.add(f"{file.relative_to(PACKAGE)} imports {other}")
+    assert not upward
+
+
+def test_only_the_command_line_knows_typer_and_rich() -> None:
+    for file in PACKAGE.rglob("*.py"):
+        if file.relative_to(PACKAGE).parts[0] != "cli":
+            text = file.read_text()
+            assert "import typer" not in text and "import rich" not in text, file
+            assert "from rich" not in text and "print(" not in text, file
+
+
+def test_every_room_has_a_layer() -> None:
+    rooms = {p.stem for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
+    assert rooms - {"__init__", "__main__"} == set(RANK)
