@@ -137,7 +137,7 @@ def _check_report(request: Request) -> None:
 
 
 def _tell(request: Request, output: Output, done: Conversion, seconds: float) -> None:
-    from .tables import notes, site_table, summary
+    from .tables import notes, reasons, site_table, summary
 
     def data() -> dict[str, Any]:
         return _data(request, done, seconds)
@@ -148,6 +148,7 @@ def _tell(request: Request, output: Output, done: Conversion, seconds: float) ->
         data,
         f"{done.source}: {done.architecture}{_origin(done)}",
         site_table(done.plan, output.width),
+        *(reasons(done.plan) if request.verbose else ()),
         *notes(done.plan),
         summary(done.plan, dry_run=request.dry_run),
         *_how_to_go_on(request, done),
@@ -157,10 +158,11 @@ def _tell(request: Request, output: Output, done: Conversion, seconds: float) ->
 
 def _tell_failure(request: Request, output: Output, plan: Plan, error: FlashBiasError) -> None:
     """Show a plan that came to nothing; the error itself is told by the caller."""
-    from .tables import notes, site_table
+    from .tables import notes, reasons, site_table
 
     if not request.as_json:
-        output.result(dict, site_table(plan, output.width), *notes(plan))
+        why = reasons(plan) if request.verbose else ()
+        output.result(dict, site_table(plan, output.width), *why, *notes(plan))
     error.plan = plan.to_json()  # type: ignore[attr-defined]
     _write_report(request, lambda: {"error": str(error), "plan": plan.to_json()})
 

@@ -177,7 +177,7 @@ VerboseOpt = Annotated[
         "--verbose",
         "-v",
         count=True,
-        help="Say more; -vv for details.",
+        help="Say more, and the reason of every site; -vv for details.",
         rich_help_panel=_OUT,
         show_default=False,
         metavar="",

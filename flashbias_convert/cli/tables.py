@@ -18,6 +18,7 @@ from ..plan import Plan, SitePlan
 #: more sites than this are grouped; more groups than this are cut
 MAX_ROWS = 40
 _NARROWEST_NAME = 12
+_NARROWEST_REASON = 20
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,10 @@ class _Row:
     def rank(self) -> str:
         ranks = [rank for site in self.sites for rank in site.ranks()]
         return f"{mean(ranks):.1f}/{max(ranks)}" if ranks else ""
+
+    def reason(self) -> str:
+        others = len({site.reason for site in self.sites}) - 1
+        return self.first.reason + (f" (and {others} more)" if others else "")
 
 
 def _root_mean_square(values: Iterable[float]) -> float:
@@ -83,6 +88,7 @@ _COLUMNS = (
         from_width=60,
     ),
     _Column("decision", lambda r: r.first.status, number=False),
+    _Column("reason", _Row.reason, number=False, from_width=140),
 )
 
 
@@ -119,12 +125,16 @@ def site_table(plan: Plan, width: int) -> Table:
 
 
 def _widths(columns: Sequence[_Column], cells: Sequence[list[str]], width: int) -> list[int]:
-    """Every column as wide as its text, but the first, which gets what is left and is folded."""
+    """Every column as wide as its text, but the name and the reason: they share what is left."""
     texts = zip(*([c.title for c in columns], *cells), strict=True)
     widths = [max(len(line) for text in column for line in text.split("\n")) for column in texts]
-    gaps = 2 * (len(columns) - 1)
-    left = max(width - gaps - sum(widths[1:]), _NARROWEST_NAME)
-    return [min(widths[0], left), *widths[1:]]
+    left = width - 2 * (len(columns) - 1) - sum(widths[1:])
+    if columns[-1].title != "reason":
+        return [min(widths[0], max(left, _NARROWEST_NAME)), *widths[1:]]
+    left += widths[-1]
+    name = min(widths[0], max(left - _NARROWEST_REASON, _NARROWEST_NAME))
+    reason = min(widths[-1], max(left - name, _NARROWEST_REASON))
+    return [name, *widths[1:-1], reason]
 
 
 def _rows(sites: Sequence[SitePlan]) -> list[_Row]:
@@ -150,6 +160,11 @@ def notes(plan: Plan) -> list[str]:
         for warning in site.warnings:
             about.setdefault(f"warning: {warning}", []).append(site.name)
     return [f"{text} [{_names(names)}]" for text, names in about.items()]
+
+
+def reasons(plan: Plan) -> list[str]:
+    """One line per site: what was decided, and why."""
+    return [f"{site.name or '(the model)'}: {site.status}: {site.reason}" for site in plan.sites]
 
 
 def _names(names: Sequence[str], limit: int = 3) -> str:

@@ -58,6 +58,16 @@ def test_json_is_one_object_and_nothing_else(cli: Cli, tmp_path: Path) -> None:
     assert data["plan"] == read_plan(data["output"]).to_json()
 
 
+def test_verbose_lists_the_reasons_at_any_width(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    path = write_tiny(tmp_path / "x.safetensors")
+    assert f"{SITES[0]}: patched: " not in cli("inspect", path, *ARCH).out
+    shown = cli("inspect", path, *ARCH, "-v").out
+    assert all(f"{site}: patched: " in shown for site in SITES)
+
+
 def test_quiet_says_nothing(cli: Cli, tmp_path: Path) -> None:
     done = cli(write_tiny(tmp_path / "x.safetensors"), *ARCH, "-q")
     assert (done.code, done.out, done.err) == (0, "", "")

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from rich.console import Console
 
-from flashbias_convert.cli.tables import MAX_ROWS, notes, site_table, summary
+from flashbias_convert.cli.tables import MAX_ROWS, notes, reasons, site_table, summary
 from flashbias_convert.decompose.decision import HeadDecision
 from flashbias_convert.options import DecomposeOptions
 from flashbias_convert.plan import Plan, SitePlan
@@ -65,6 +65,28 @@ def test_narrow_terminals_lose_columns_and_not_text(width: int) -> None:
     name = "".join(line.split(" ")[0] for line in shown if line.split(" ")[0] in site.name)
     assert name.replace("site", "") == site.name
     assert any("patched" in line for line in shown)
+
+
+@pytest.mark.parametrize("width", [140, 160, 240])
+def test_wide_terminals_show_the_reason(width: int) -> None:
+    reason = "low rank is the cheapest form that holds the energy; 2 of 2 heads"
+    name = "model.encoder.layers.10.blocks.3.attention.core"
+    shown = lines(plan_of(dataclasses.replace(SITE, name=name, reason=reason)), width)
+    assert max(map(len, shown)) <= width
+    column = next(line for line in shown if "reason" in line).index("reason")
+    assert reason in " ".join(line[column:].strip() for line in shown)
+    assert not any("reason" in line for line in lines(plan_of(SITE), 139))
+
+
+def test_alike_sites_with_several_reasons_say_so() -> None:
+    sites = [dataclasses.replace(SITE, name=f"b.{i}.attn") for i in range(MAX_ROWS + 1)]
+    sites[1] = dataclasses.replace(sites[1], reason="another")
+    shown = " ".join(" ".join(lines(plan_of(*sites), 200)).split())
+    assert "low rank (and 1 more)" in shown
+
+
+def test_reasons_are_listed_per_site() -> None:
+    assert reasons(plan_of(SITE)) == ["layers.0.attn: patched: low rank"]
 
 
 def test_many_alike_sites_share_a_row() -> None:
