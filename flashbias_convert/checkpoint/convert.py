@@ -73,7 +73,8 @@ def convert_checkpoint(
         include, exclude, recipes: see `inspect_model`.
         arch, arch_args: the architecture, if the checkpoint does not tell it.
         device: where biases are computed and decomposed; default the CPU.
-        dtype: in which they are computed; default float32. Weights are written in the dtypes of
+        dtype: in which they are computed; default float32, or float64 if
+            the file holds float64. Weights are written in the dtypes of
             the input, whatever this is.
         dry_run: plan only; nothing is written.
         force: replace an existing output of ours.

@@ -11,9 +11,10 @@ SHORTEST_N = 32
 #: Ranks are padded to a power of two, at least this one, the shortest product a tensor core does.
 SMALLEST_BUCKET = 16
 
-# The unit is what 16 factor columns added to attention over windows of 576 tokens with 16 heads of
-# 32 on an H200 in bf16: 0.02 of 0.22 ms. There a dense bias added 0.11 ms and a table 0.20 ms;
-# 64 columns added, in windows of 144 tokens, about six units a score. The largest are estimates.
+# Estimates, from single runs on an H200 in bf16 with windows of 576 tokens and 16 heads of 32. The
+# unit is what 16 factor columns add there, 0.02 ms to about 0.22 ms; a dense bias adds 0.11 ms, a
+# table 0.20 ms. That 64 columns cost six units is a comparison across runs (windows of 144 tokens);
+# 128 columns and more, and dense biases that leave the cache, were not measured.
 
 #: Cost of a low-rank term by its padded number of columns.
 LOW_RANK = {16: 1.0, 32: 2.0, 64: 6.0, 128: 16.0, 256: 40.0}
