@@ -81,12 +81,15 @@ class ScoreBiasModule(nn.Module):
     """Holds a site's terms as buffers and computes attention with them.
 
     It is the submodule `score_bias` of a patched attention module; its state-dict keys are
-    ``<site>.score_bias.<term>.<tensor>``.
+    ``<site>.score_bias.<term>.<tensor>``, and ``<site>.score_bias.layout``: text as bytes that
+    says what the shapes do not (ranks, heads), so that no state dict is read as another's.
 
     Args:
         bias: the terms; their tensors are copied.
         backend: "auto", "triton", "sdpa" or "eager", see `flashbias_attention`.
     """
+
+    layout: Tensor
 
     def __init__(self, bias: ScoreBias, backend: str = "auto") -> None:
         super().__init__()
@@ -99,6 +102,9 @@ class ScoreBiasModule(nn.Module):
         self.awaits_load = False
         self.mask_memo = MaskMemo()
         self._forget()
+        text = ScoreBias.layout(self._spec).encode()
+        codes = torch.tensor(list(text), dtype=torch.uint8, device=bias.device)
+        self.register_buffer("layout", codes)
         for name, term in zip(bias.term_names(), bias.terms, strict=True):
             self.add_module(name, TermTensors(term))
 
@@ -121,14 +127,29 @@ class ScoreBiasModule(nn.Module):
 
         Args:
             without: kinds of terms to leave out.
+
+        Raises:
+            ValueError: the tensors were loaded from a state dict of other terms.
         """
         without = tuple(kind for kind in without if kind in self._kinds)
         if without not in self._prepared:
+            self._check_layout()
             bias = ScoreBias.from_state(self._spec, dict(self.named_buffers()))
             kept = tuple(term for term in bias.terms if term.kind not in without)
             _check_codes(kept)
             self._prepared[without] = PreparedBias(ScoreBias(kept, bias.num_heads))
         return self._prepared[without]
+
+    def _check_layout(self) -> None:
+        """Compare the layout that came with the tensors; reads it from its device."""
+        if torch.compiler.is_compiling() or self.layout.is_meta:
+            return
+        found, own = bytes(self.layout.tolist()), ScoreBias.layout(self._spec).encode()
+        if found != own:
+            raise ValueError(
+                "the loaded tensors belong to other terms than this module has: "
+                f"{found.decode(errors='replace')} instead of {own.decode()}"
+            )
 
     def planned_regions(self) -> Regions | None:
         """The term that stands for a mask, if there is one."""
@@ -172,9 +193,7 @@ class ScoreBiasModule(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._forget()
-        # a site without tensors finds no key: being filled for the first time is enough
-        nothing_to_load = self.awaits_load and not any(True for _ in self.buffers())
-        if nothing_to_load or any(key.startswith(prefix) for key in state_dict):
+        if any(key.startswith(prefix) for key in state_dict):
             self.just_loaded = True
 
     def __getstate__(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import io
 import pickle
@@ -196,7 +197,8 @@ def test_names_parameters_and_identity_stay() -> None:
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     new = list(model.state_dict())
     assert [k for k in new if "score_bias" not in k] == keys
-    assert [k for k in new if "score_bias" in k] == [f"{n}.score_bias.dense.bias" for n in ATTN]
+    own = [f"{n}.score_bias.{key}" for n in ATTN for key in ("layout", "dense.bias")]
+    assert [k for k in new if "score_bias" in k] == own
 
 
 def test_terms_have_their_own_contiguous_memory() -> None:
@@ -210,7 +212,7 @@ def test_terms_have_their_own_contiguous_memory() -> None:
         assert site.bias is not None
         own = {t.untyped_storage().data_ptr() for _, t in site.bias.named_tensors()}
         assert own.isdisjoint(pointers)
-    assert len(pointers) == 6
+    assert len(pointers) == 9  # two factors and the layout, three times
 
 
 def test_hooks_stay_and_fire_once_per_call() -> None:
@@ -690,9 +692,42 @@ def test_a_site_without_terms_is_filled_too() -> None:
         run(model)
     model.load_state_dict(source.state_dict())
     assert torch.equal(run(model), run(source))
-    model.load_state_dict(make_model(seed=5).state_dict())
+    model.load_state_dict(make_model(seed=5).state_dict(), strict=False)
     with pytest.raises(StaleTermsError):
         run(model)
+
+
+@pytest.mark.parametrize("other", [{"ranks": (1, 3)}, {"split": 1}, {"heads": (1, 0)}])
+def test_terms_of_equal_shapes_and_other_meaning_are_not_loaded(other: dict[str, Any]) -> None:
+    def make(**kwargs: Any) -> ScoreBiasModule:
+        torch.manual_seed(0)
+        factors = torch.randn(2, 2, 6, 3)
+        values = {"ranks": (3, 1), "split": 0} | kwargs
+        return ScoreBiasModule(
+            ScoreBias((LowRank(phi_q=factors[0], phi_k=factors[1], **values),), 2)
+        )
+
+    state = make().state_dict()
+    make().load_state_dict(state)
+    holder = nn.ModuleDict({"score_bias": make(**other)})
+    with pytest.raises((ValueError, RuntimeError), match=r"layout|belong to other terms"):
+        holder.load_state_dict({f"score_bias.{k}": v for k, v in state.items()})
+        holder["score_bias"].prepared()
+
+
+def test_a_state_dict_of_other_ranks_is_refused_by_a_patched_model() -> None:
+    one, two = make_model(), make_model()
+    plan = patch(one, method="svd", energy=0.3, max_attention_error=1.0)
+    site = plan.patched[0]
+    assert site.bias is not None
+    (first,) = site.bias.terms
+    assert isinstance(first, LowRank)
+    changed = dataclasses.replace(first, ranks=tuple(r - 1 for r in first.head_ranks()))
+    terms = ScoreBias((changed,), site.bias.num_heads)
+    other = dataclasses.replace(site, bias=terms, spec=terms.spec())
+    apply_plan(two, dataclasses.replace(plan, sites=[other, *plan.sites[1:]]), recipes=[TOY])
+    with pytest.raises(ValueError, match="belong to other terms"):
+        two.load_state_dict(one.state_dict())
 
 
 def test_a_plan_on_the_meta_device_allocates_nothing() -> None:
@@ -813,6 +848,6 @@ def test_prepared_terms_are_made_once_and_again_after_a_load() -> None:
     terms = ScoreBiasModule(ScoreBias((Dense(bias=torch.zeros(2, 6, 6)),), 2))
     first = terms.prepared()
     assert terms.prepared() is first
-    terms.load_state_dict({"dense.bias": torch.ones(2, 6, 6)})
+    terms.load_state_dict({**terms.state_dict(), "dense.bias": torch.ones(2, 6, 6)})
     assert terms.prepared() is not first
     assert torch.equal(terms.bias.dense(6, 6), torch.ones(2, 6, 6))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, FlashBiasError, UnknownArchitectureError, UsageError
 from ..plan import Plan, SitePlan
 from ..recipe import Recipe
+from ..terms import ScoreBias
 from .align import align
 from .architecture import Architecture, ArchLike, architecture_of, as_architecture
 from .build import build_model
@@ -155,12 +156,15 @@ def check_terms(plan: Plan, tensors: Mapping[str, Tensor]) -> None:
 def _term_tensors(site: SitePlan) -> list[tuple[str, Any]]:
     prefix = f"{site.name}.score_bias" if site.name else "score_bias"
     try:
-        terms = site.spec["terms"] if site.spec else []
-        return [
+        if not site.spec:
+            return []
+        tensors = [
             (f"{prefix}.{term['name']}.{name}", info)
-            for term in terms
+            for term in site.spec["terms"]
             for name, info in term["tensors"].items()
         ]
+        layout = {"shape": [len(ScoreBias.layout(site.spec).encode())], "dtype": "uint8"}
+        return [*tensors, (f"{prefix}.layout", layout)]
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"the plan of {site.name!r} is damaged: {error!r}") from error
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -164,6 +166,19 @@ class ScoreBias:
             ],
         }
 
+    @staticmethod
+    def layout(spec: Mapping[str, Any]) -> str:
+        """What tensors of the right shapes do not tell: kinds, heads, ranks, as canonical JSON.
+
+        Args:
+            spec: from `spec()`, now or by an older version.
+        """
+        terms = [
+            {"name": entry["name"], "kind": entry["kind"], **_not_default(entry)}
+            for entry in spec["terms"]
+        ]
+        return json.dumps({"num_heads": spec["num_heads"], "terms": terms}, sort_keys=True)
+
     @classmethod
     def from_state(cls, spec: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
         """Rebuild a bias from `spec()` and a mapping of '<term>.<tensor>' to tensors.
@@ -193,6 +208,15 @@ class ScoreBias:
             for k, info in entry["tensors"].items()
         }
         return cls.from_state(spec, tensors)
+
+
+def _not_default(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Static values that differ from their defaults: fields of later versions change nothing."""
+    static = entry["static"]
+    if entry["kind"] not in TERM_KINDS:
+        return dict(static)
+    defaults = {f.name: f.default for f in dataclasses.fields(TERM_KINDS[entry["kind"]])}
+    return {k: v for k, v in static.items() if v != defaults.get(k)}
 
 
 def _describe(tensor: Tensor) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from flashbias_convert.errors import (
     UsageError,
 )
 from flashbias_convert.options import DecomposeOptions
+from flashbias_convert.terms import ScoreBias
 from tests.toy import TOY
 
 from .models import (
@@ -253,6 +254,11 @@ def first_tensor(plan: dict[str, Any]) -> dict[str, Any]:
     return next(iter(tensors.values()))
 
 
+def first_static(plan: dict[str, Any]) -> dict[str, Any]:
+    static: dict[str, Any] = plan["sites"][0]["spec"]["terms"][0]["static"]
+    return static
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -260,16 +266,17 @@ def first_tensor(plan: dict[str, Any]) -> dict[str, Any]:
         (lambda p: first_tensor(p).update(dtype="float99"), "float99"),
         (lambda p: first_tensor(p).update(shape=[10**9, 10**9]), "the file has"),
         (lambda p: p["sites"][0]["spec"]["terms"][0].update(name="gone"), "which the file lacks"),
+        (lambda p: first_static(p).update(heads=[1, 0]), "layout"),
         (lambda p: p["sites"][0]["spec"].pop("terms") and None, "damaged"),
         (lambda p: p["sites"][0].pop("reason") and None, "damaged"),
-        (lambda p: p["sites"][0]["spec"]["terms"][0].pop("static") and None, "cannot be used"),
+        (lambda p: p["sites"][0]["spec"]["terms"][0].pop("static") and None, "damaged"),
         (lambda p: p["sites"].pop(0) and None, "not in the model"),
         (lambda p: p["options"].update(energy=7), "energy"),
         (lambda p: p.pop("format") and None, "not a flashbias-convert plan"),
         (lambda p: "{{{", "not JSON"),
         (lambda p: "[" * 100_000, "not JSON"),
         (lambda p: p["arch"].update(library="os"), "no known kind of architecture"),
-        (lambda p: p["sites"][0]["spec"]["terms"][0].update(kind="new"), "unknown kind of term"),
+        (lambda p: p["sites"][0]["spec"]["terms"][0].update(kind="new"), "layout"),
     ],
 )
 def test_a_damaged_plan_is_one_clear_error(
@@ -291,6 +298,7 @@ REGIONS = {"ids": (64,)}
         ("relative_table", TABLE, {}, "u", "relative codes reach"),
         ("relative_table", TABLE, {"heads": "0"}, "", "cannot be used"),
         ("lookup", LOOKUP, {}, "code", "codes reach"),
+        ("new", LOOKUP, {}, "", "unknown kind of term"),
         ("regions", REGIONS, {"value": "much"}, "", "value"),
         ("regions", REGIONS, {"value": [1.0]}, "", "value"),
         ("regions", REGIONS, {"value": -100.0, "heads": [0.5]}, "", "heads"),
@@ -335,7 +343,10 @@ def test_damaged_terms_name_their_site(
         metadata = dict(file.metadata())
     prefix = f"{site}.score_bias.{kind}."
     kept = {k: v for k, v in load_file(path).items() if not k.startswith(prefix)}
-    save_file(kept | {prefix + k: t for k, t in tensors.items()}, path, metadata=metadata)
+    spec = next(s["spec"] for s in json.loads(metadata[PLAN_KEY])["sites"] if s["name"] == site)
+    layout = torch.tensor(list(ScoreBias.layout(spec).encode()), dtype=torch.uint8)
+    added = {prefix + k: t for k, t in tensors.items()} | {f"{site}.score_bias.layout": layout}
+    save_file(kept | added, path, metadata=metadata)
     if message is None:
         load_model(path)
         return
