@@ -21,8 +21,8 @@ from .decompose import Decomposition, decompose
 from .errors import FlashBiasError, NothingToConvertError, UsageError
 from .options import DecomposeOptions, Method
 from .plan import Plan, SitePlan
-from .recipe import Description, Recipe, Registry, Site, UnsupportedSite, qualified_name
-from .swap import original_class, refusal
+from .recipe import Description, NoBias, Recipe, Registry, Site, UnsupportedSite, qualified_name
+from .swap import original_class, owner_refusal, refusal
 from .terms import ScoreBias
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def inspect_model(
             plans.append(_plan_site(match, options, chosen.reason_against(match.names)))
             if progress is not None:
                 progress(len(plans), len(matches), match.site.name)
-    return Plan(options, plans, versions=library_versions())
+    return Plan(options, _together(matches, plans), versions=library_versions())
 
 
 # -- finding sites -------------------------------------------------------------------------
@@ -122,7 +122,18 @@ def _find_sites(model: nn.Module, registry: Registry, tokens: int | None) -> Ite
     for module, own in names.items():
         recipe = registry.find(module)
         if recipe is not None:
-            yield _Match(Site(own[0], module, model, tokens), recipe, tuple(own))
+            owner = _owner(model, own[0], recipe)
+            yield _Match(Site(own[0], module, model, tokens, owner), recipe, tuple(own))
+
+
+def _owner(model: nn.Module, name: str, recipe: Recipe) -> nn.Module | None:
+    """The nearest module above `name` that makes its bias, if the recipe has owners."""
+    while recipe.owners and name:
+        name = name.rpartition(".")[0]
+        above = model.get_submodule(name)
+        if recipe.owners[0].matches(above):
+            return above
+    return None
 
 
 def refuse_wrapped(model: nn.Module) -> None:
@@ -212,7 +223,7 @@ def _plan_site(match: _Match, options: DecomposeOptions, against: str | None) ->
     plan = SitePlan(site.name, recipe.name, "left alone", against or "", warnings=_warnings(match))
     if against is not None:
         return plan
-    reason = refusal(site.module) or _own_forward(site.module, recipe)
+    reason = refusal(site.module) or _own_forward(site.module, recipe) or _no_owner(match)
     if reason is not None:
         return replace(plan, status="unsupported", reason=reason)
     _refuse_meta(site)
@@ -220,6 +231,8 @@ def _plan_site(match: _Match, options: DecomposeOptions, against: str | None) ->
         description = recipe.describe(site)
         plan = _with_sizes(plan, description)
         return _decide(plan, description, options)
+    except NoBias as error:
+        return replace(plan, reason=str(error))
     except UnsupportedSite as error:
         return replace(plan, status="unsupported", reason=str(error))
     except UsageError:
@@ -239,6 +252,36 @@ def _own_forward(module: nn.Module, recipe: Recipe) -> str | None:
         if "forward" in vars(cls):
             return f"its class {cls.__name__} overrides the forward that the recipe replaces"
     return None
+
+
+def _no_owner(match: _Match) -> str | None:
+    """Why the owner of a site stands in the way, or None."""
+    if not match.recipe.owners:
+        return None
+    if match.site.owner is None:
+        names = [cls.rpartition(".")[2] for cls in match.recipe.owners[0].classes]
+        return f"its bias is made by a {' or '.join(names)}, which is not part of this model"
+    reason = owner_refusal(match.site.owner)
+    return reason and f"its {original_class(match.site.owner).__name__}: {reason}"
+
+
+def _together(matches: Sequence[_Match], plans: Sequence[SitePlan]) -> list[SitePlan]:
+    """Leave the sites of an owner alone unless all of them can be patched.
+
+    They share what their owner makes: while one needs the dense bias, it is made for all.
+    """
+    lacking: dict[nn.Module, str] = {}
+    for match, plan in zip(matches, plans, strict=True):
+        if match.site.owner is not None and plan.status != "patched":
+            lacking.setdefault(match.site.owner, plan.name)
+    done = []
+    for match, plan in zip(matches, plans, strict=True):
+        culprit = lacking.get(match.site.owner) if match.site.owner is not None else None
+        if culprit is not None and plan.status == "patched":
+            reason = f"shares its bias with {culprit!r}, which is not converted"
+            plan = replace(plan, status="left alone", reason=reason, spec=None, bias=None)
+        done.append(plan)
+    return done
 
 
 def _refuse_meta(site: Site) -> None:

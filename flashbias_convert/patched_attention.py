@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from .composed import Composed
 from .errors import StaleTermsError
 from .modules import ScoreBiasModule
 
@@ -33,19 +34,14 @@ class Seal:
 BROKEN = Seal(broken=True)
 
 
-class PatchedAttention(nn.Module):
+class PatchedAttention(Composed):
     """Base of the classes that recipes supply for patched attention modules.
 
-    A recipe subclasses it and writes `flashbias_forward` and `bias_sources`. The engine composes
-    that subclass with the original class of a module and assigns the result to the module's
-    ``__class__``, so that parameters, hooks, names and identity stay.
+    A recipe subclasses it and writes `flashbias_forward` and `bias_sources`.
 
     In training mode the original forward runs, with its dropout and gradients; so it does while
     a bypassed child is in training mode (dropout that was switched on by hand).
     """
-
-    original_class: ClassVar[type[nn.Module]]
-    recipe_class: ClassVar[type[PatchedAttention]]
 
     #: names of children that the original forward calls and `flashbias_forward` does not
     bypassed: ClassVar[tuple[str, ...]] = ()
@@ -62,8 +58,8 @@ class PatchedAttention(nn.Module):
         raise NotImplementedError
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.training or self._bypasses_training():
-            return super().forward(*args, **kwargs)
+        if self.runs_original():
+            return self.original_forward(*args, **kwargs)
         if self._seal.broken:  # compiled code guards on this
             self.check_fresh()
         if not torch.compiler.is_compiling():
@@ -71,9 +67,10 @@ class PatchedAttention(nn.Module):
             self._check_gradients()
         return self.flashbias_forward(*args, **kwargs)
 
-    def _bypasses_training(self) -> bool:
+    def runs_original(self) -> bool:
+        """Whether the original forward runs: in training, or while a bypassed child trains."""
         children = [self._modules.get(name) for name in self.bypassed]
-        return any(child is not None and child.training for child in children)
+        return self.training or any(child is not None and child.training for child in children)
 
     def _check_gradients(self) -> None:
         if torch.is_grad_enabled() and any(
@@ -137,10 +134,8 @@ class PatchedAttention(nn.Module):
         self.score_bias.just_loaded = False
         super()._load_from_state_dict(*args)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # the composed class has no importable name, so a copy is rebuilt from its two parents
-        state = {**self.__dict__, "_seal": BROKEN if self.is_stale() else None}
-        return _new_instance, (self.recipe_class, self.original_class), state
+    def _copied_state(self) -> dict[str, Any]:
+        return {**self.__dict__, "_seal": BROKEN if self.is_stale() else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -186,30 +181,3 @@ def _warn_no_gradients() -> None:
         "train through the original forward",
         stacklevel=4,
     )
-
-
-def compose(
-    recipe_class: type[PatchedAttention], original_class: type[nn.Module]
-) -> type[PatchedAttention]:
-    """The class of a patched module: `recipe_class` in front of `original_class`, made once."""
-    if (recipe_class, original_class) not in _COMPOSED:
-        _COMPOSED[recipe_class, original_class] = type(
-            f"FlashBias{original_class.__name__}",
-            (recipe_class, original_class),
-            {
-                "__module__": original_class.__module__,
-                "recipe_class": recipe_class,
-                "original_class": original_class,
-            },
-        )
-    return _COMPOSED[recipe_class, original_class]
-
-
-_COMPOSED: dict[tuple[type, type], type[PatchedAttention]] = {}
-
-
-def _new_instance(
-    recipe_class: type[PatchedAttention], original_class: type[nn.Module]
-) -> PatchedAttention:
-    cls = compose(recipe_class, original_class)
-    return cls.__new__(cls)

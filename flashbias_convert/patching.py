@@ -13,7 +13,8 @@ from .errors import UsageError
 from .inspection import inspect_model, refuse_wrapped
 from .plan import Plan, SitePlan
 from .recipe import Recipe, Registry
-from .swap import patch_module, restored, unpatch_all
+from .patched_attention import PatchedAttention
+from .swap import patch_module, patch_owner, patched_modules, restored, unpatch_all
 from .terms import ScoreBias
 
 
@@ -67,6 +68,7 @@ def apply_plan(
         unpatch_all(model)
         for site in plan.patched:
             _apply_site(model, site, registry, backend, empty)
+        _apply_owners(model, registry)
 
 
 def _apply_site(
@@ -94,6 +96,23 @@ def _apply_site(
         patch_module(module, recipe.attention, bias, backend=backend, awaits_load=empty)
     except UsageError as error:
         raise UsageError(f"{site.name}: {error}") from error
+
+
+def _apply_owners(model: nn.Module, registry: Registry) -> None:
+    """Patch the modules above that make the biases of the patched ones."""
+    recipes = {registry.find(module) for module in patched_modules(model)}
+    owners = [(recipe, owner) for recipe in recipes if recipe for owner in recipe.owners]
+    for name, module in list(model.named_modules()):
+        for recipe, owner in owners:
+            if not owner.matches(module) or not patched_modules(module):
+                continue
+            below = [m for m in module.modules() if registry.find(m) is recipe]
+            if not all(isinstance(m, PatchedAttention) for m in below):
+                raise UsageError(f"{name}: its attention modules can only be patched together")
+            try:
+                patch_owner(module, owner.patch)
+            except UsageError as error:
+                raise UsageError(f"{name}: {error}") from error
 
 
 def _placeholder(module: nn.Module, site: SitePlan) -> ScoreBias | None:

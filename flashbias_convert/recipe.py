@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from .errors import UsageError
 from .patched_attention import PatchedAttention
+from .patched_owner import PatchedOwner
 from .terms import Term
 
 logger = logging.getLogger(__name__)
@@ -36,12 +37,14 @@ class Site:
         module: the attention module.
         root: the model.
         tokens: sequence length to plan for where the model leaves it open, or None.
+        owner: the nearest module above of the recipe's first kind of owner, or None.
     """
 
     name: str
     module: nn.Module
     root: nn.Module
     tokens: int | None = None
+    owner: nn.Module | None = None
 
     @property
     def parent(self) -> nn.Module | None:
@@ -81,6 +84,27 @@ class UnsupportedSite(Exception):
     """Raised by `Recipe.describe` for a site of its class that it cannot convert; says why."""
 
 
+class NoBias(Exception):
+    """Raised by `Recipe.describe` for a site that adds no bias to its scores; says why."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A module above the attention that makes biases or masks for all of it.
+
+    Attributes:
+        classes: qualified names of its classes.
+        patch: the class whose `flashbias_forward` replaces its forward.
+    """
+
+    classes: tuple[str, ...]
+    patch: type[PatchedOwner]
+
+    def matches(self, module: nn.Module) -> bool:
+        """Whether `module` is of one of the classes, or of a subclass."""
+        return any(qualified_name(cls) in self.classes for cls in type(module).__mro__)
+
+
 @dataclass(frozen=True)
 class Recipe:
     """What we know of one architecture.
@@ -93,6 +117,8 @@ class Recipe:
         tested: version specifier that the recipe was tested with, like ">=1.0.20,<1.1".
         attention: the class whose `flashbias_forward` replaces the original forward.
         describe: a site -> its bias and masks; computes them from the module's own code.
+        owners: modules above that are patched with the attention. A site without one of the first
+            kind is unsupported; the attention modules of one are converted together or not at all.
     """
 
     name: str
@@ -102,6 +128,7 @@ class Recipe:
     tested: str
     attention: type[PatchedAttention]
     describe: Callable[[Site], Description]
+    owners: tuple[Owner, ...] = ()
 
 
 def qualified_name(cls: type) -> str:

@@ -10,7 +10,9 @@ from torch import nn
 
 from .errors import UsageError
 from .modules import ScoreBiasModule
-from .patched_attention import BROKEN, PatchedAttention, Seal, compose, seal_if_loaded
+from .composed import Composed, compose
+from .patched_attention import BROKEN, PatchedAttention, Seal, seal_if_loaded
+from .patched_owner import PatchedOwner
 from .terms import ScoreBias
 
 #: name of the submodule that holds the terms of a patched module
@@ -24,16 +26,26 @@ def patched_modules(model: nn.Module) -> list[PatchedAttention]:
 
 def original_class(module: nn.Module) -> type[nn.Module]:
     """The class of a module before it was patched."""
-    return module.original_class if isinstance(module, PatchedAttention) else type(module)
+    return module.original_class if isinstance(module, Composed) else type(module)
 
 
 def refusal(module: nn.Module) -> str | None:
     """Why a module cannot be patched, or None if it can."""
     if not isinstance(module, PatchedAttention) and hasattr(module, SUBMODULE):
         return f"the module already has an attribute called {SUBMODULE!r}"
+    return owner_refusal(module)
+
+
+def owner_refusal(module: nn.Module) -> str | None:
+    """Why an owner cannot be patched, or None if it can."""
     if "forward" in vars(module):
         return "its forward was replaced on the instance; patch before that is done"
     return None
+
+
+def patched_owners(model: nn.Module) -> list[PatchedOwner]:
+    """The patched owners of a model, each once, in the order of its modules."""
+    return [module for module in model.modules() if isinstance(module, PatchedOwner)]
 
 
 def patch_module(
@@ -84,6 +96,31 @@ def unpatch_module(module: PatchedAttention) -> None:
     module.__class__ = module.original_class  # type: ignore[assignment]
 
 
+def patch_owner(module: nn.Module, recipe_class: type[PatchedOwner]) -> None:
+    """Give an owner its patched class, in place, after the attention modules below it.
+
+    Args:
+        module: an owner that is not patched.
+        recipe_class: the class that its recipe supplies.
+
+    Raises:
+        UsageError: the owner cannot be patched, see `owner_refusal`.
+    """
+    reason = owner_refusal(module)
+    if reason:
+        raise UsageError(reason)
+    consumers = tuple(patched_modules(module))
+    module.__class__ = compose(recipe_class, type(module))
+    assert isinstance(module, PatchedOwner)
+    module._consumers, module._lean = consumers, False
+
+
+def unpatch_owner(module: PatchedOwner) -> None:
+    """Put the original class back."""
+    del module.__dict__["_consumers"], module.__dict__["_lean"]
+    module.__class__ = module.original_class  # type: ignore[assignment]
+
+
 def _install(module: nn.Module, cls: type, terms: ScoreBiasModule) -> None:
     module.__class__ = cls
     module.add_module(SUBMODULE, terms)
@@ -109,7 +146,13 @@ class _Patched:
 
 
 def unpatch_all(model: nn.Module) -> int:
-    """Unpatch every patched module of a model; returns how many there were."""
+    """Unpatch every patched module of a model and its owners.
+
+    Returns:
+        How many attention modules were patched.
+    """
+    for owner in patched_owners(model):
+        unpatch_owner(owner)
     found = patched_modules(model)
     for module in found:
         unpatch_module(module)
@@ -125,6 +168,7 @@ def restored(model: nn.Module, *, always: bool) -> Iterator[None]:
         always: after success, too; otherwise only after an exception.
     """
     before = [_Patched.of(module) for module in patched_modules(model)]
+    owners = [(module, module.recipe_class) for module in patched_owners(model)]
     done = False
     try:
         yield
@@ -134,3 +178,5 @@ def restored(model: nn.Module, *, always: bool) -> Iterator[None]:
             unpatch_all(model)
             for patched in before:
                 patched.restore()
+            for owner, recipe_class in owners:
+                patch_owner(owner, recipe_class)

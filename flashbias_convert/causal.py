@@ -1,0 +1,126 @@
+"""Causal attention with padding and a key-value cache: masks of linear size, never dropped.
+
+Causal language models turn a padding mask (B, M) into one of (B, 1, N, M). Here the padding mask
+travels as a *key table* instead: integers (B, 1, 1, M), for each key its place among the tokens of
+its row, from 1 on, or 0 for padding. A table of zero keys, (1, 1, 1, 0), says that nothing is
+padded. Four dimensions, so that a model takes it for a mask that is ready; integers, so that
+nobody takes it for one that is additive or boolean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .modules import ScoreBiasModule
+from .terms import Alibi, Term
+
+
+def key_table(mask: Tensor | None, device: torch.device) -> Tensor:
+    """The key table of a padding mask.
+
+    Args:
+        mask: shape (B, M), nonzero = attend; None if nothing is padded.
+        device: where the table goes.
+
+    Returns:
+        int32, shape (B, 1, 1, M); (1, 1, 1, 0) if nothing is padded. Whether anything is padded
+        is read from the mask, which waits for its device; not while torch.compile traces.
+    """
+    if mask is None or (not torch.compiler.is_compiling() and bool(mask.all())):
+        return torch.zeros(1, 1, 1, 0, dtype=torch.int32, device=device)
+    real = (mask != 0).to(device, torch.int32)
+    table = real.cumsum(-1, dtype=torch.int32) * real
+    return table[:, None, None, :]
+
+
+def is_key_table(mask: Tensor | None) -> bool:
+    """Whether what arrived as a mask is a key table."""
+    return mask is not None and mask.dim() == 4 and mask.dtype == torch.int32
+
+
+def query_start(cache: Any, layer: int | None) -> int | Tensor:
+    """How many keys a cache of transformers holds before this call adds its own.
+
+    Call it before the cache is updated. A static cache answers with a tensor that it changes in
+    place, so a copy is returned.
+    """
+    if cache is None:
+        return 0
+    start = cache.get_seq_length(layer or 0)
+    return start.reshape(()).clone() if isinstance(start, Tensor) else int(start)
+
+
+def attend_causal(
+    score_bias: ScoreBiasModule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    *,
+    start: int | Tensor,
+    terms_of: Callable[[Tensor], Sequence[Term]] | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Causal attention with a site's terms and the padding of this call.
+
+    Args:
+        score_bias: the terms of the site.
+        q: shape (B, H, N, D).
+        k, v: shapes (B, Hkv, M, D) and (B, Hkv, M, Dv), everything that the cache holds included;
+            the tail of a static cache is hidden by causality.
+        keys: the key table, or what is left of one as a boolean.
+        start: place of the first query among the keys, an int or a tensor without dimensions.
+        terms_of: for biases that follow the padding: makes terms from the places (B, M) of the
+            keys, 0 for padding, in place of the planned ALiBi term.
+        **kwargs: keyword arguments of `flashbias_attention`.
+
+    Returns:
+        Tensor of shape (B, H, N, Dv); zeros for queries that have no key to attend to.
+
+    Raises:
+        ValueError: the padding mask has fewer keys than the cache holds.
+    """
+    batch, n, m = q.shape[0], q.shape[-2], k.shape[-2]
+    first = start.expand(batch) if isinstance(start, Tensor) else start
+    call = {"causal": True, "query_start": first, **kwargs}
+    if keys.shape[-1] == 0:
+        return score_bias(q, k, v, **call)
+    places = _fit(keys[:, 0, 0, :], start, n, m)
+    extra = () if terms_of is None else terms_of(places)
+    replaced = () if terms_of is None else (Alibi.kind,)
+    out: Tensor = score_bias(q, k, v, key_mask=places != 0, extra=extra, without=replaced, **call)
+    return out
+
+
+def _fit(places: Tensor, start: int | Tensor, n: int, m: int) -> Tensor:
+    """Places (B, M): the mask may end where the unused part of a static cache begins."""
+    length = places.shape[-1]
+    if length > m or (isinstance(start, int) and length < start + n):
+        raise ValueError(
+            f"the attention mask is for {length} keys, but there are {m}: it must cover the cached "
+            "tokens and those of this call"
+        )
+    return F.pad(places, (0, m - length)) if length < m else places
+
+
+def padded_alibi(term: Alibi, places: Tensor, start: int | Tensor, n: int) -> Alibi:
+    """ALiBi whose positions count the tokens of each row and skip its padding.
+
+    Args:
+        term: the slopes.
+        places: int32 (B, M), the place of each key in its row.
+        start: place of the first query among the keys.
+        n: number of queries.
+    """
+    if isinstance(start, Tensor):
+        index = start + torch.arange(n, device=places.device)
+        pos_q = places.index_select(-1, index)
+    else:
+        pos_q = places[:, start : start + n]
+    return dataclasses.replace(term, pos_q=pos_q.contiguous(), pos_k=places.contiguous())

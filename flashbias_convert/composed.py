@@ -1,0 +1,53 @@
+"""Classes made of two parents: what a recipe supplies, in front of a module's original class."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import nn
+
+
+class Composed(nn.Module):
+    """Base of the classes that recipes supply.
+
+    The engine composes a subclass with the original class of a module and assigns the result to
+    the module's ``__class__``, so that parameters, hooks, names and identity stay.
+    """
+
+    original_class: ClassVar[type[nn.Module]]
+    recipe_class: ClassVar[type[nn.Module]]
+
+    def original_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module computed before it was patched."""
+        return self.original_class.forward(self, *args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # the composed class has no importable name, so a copy is rebuilt from its two parents
+        return _new_instance, (self.recipe_class, self.original_class), self._copied_state()
+
+    def _copied_state(self) -> dict[str, Any]:
+        return self.__dict__
+
+
+def compose(recipe_class: type[Composed], original_class: type[nn.Module]) -> type[Any]:
+    """The class of a patched module: `recipe_class` in front of `original_class`, made once."""
+    if (recipe_class, original_class) not in _COMPOSED:
+        _COMPOSED[recipe_class, original_class] = type(
+            f"FlashBias{original_class.__name__}",
+            (recipe_class, original_class),
+            {
+                "__module__": original_class.__module__,
+                "recipe_class": recipe_class,
+                "original_class": original_class,
+            },
+        )
+    return _COMPOSED[recipe_class, original_class]
+
+
+_COMPOSED: dict[tuple[type, type], type[Any]] = {}
+
+
+def _new_instance(recipe_class: type[Composed], original_class: type[nn.Module]) -> Composed:
+    cls = compose(recipe_class, original_class)
+    made: Composed = cls.__new__(cls)
+    return made

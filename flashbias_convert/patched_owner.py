@@ -1,0 +1,50 @@
+"""The base class of patched owners: modules that make biases and masks for the attention below."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from .composed import Composed
+from .patched_attention import PatchedAttention
+
+
+class PatchedOwner(Composed):
+    """Base of the classes that recipes supply for owners.
+
+    An owner is a module whose forward makes a bias or a mask once and hands it to the attention
+    modules below: BLOOM makes its ALiBi so, T5 its table. Patched, it hands on something of linear
+    size instead. All of its attention modules are patched, or none: they share what it makes.
+
+    A recipe writes `flashbias_forward`, and there calls `self.original_forward` inside
+    ``with self.lean():``. In training mode, or while an attention module would run its own original
+    forward, the original forward runs with its own bias and masks.
+    """
+
+    #: the patched attention modules below, set by the engine
+    _consumers: tuple[PatchedAttention, ...]
+    _lean: bool
+
+    def flashbias_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The original forward with the bias and the masks that it makes replaced."""
+        raise NotImplementedError
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training or any(module.runs_original() for module in self._consumers):
+            return self.original_forward(*args, **kwargs)
+        return self.flashbias_forward(*args, **kwargs)
+
+    @contextmanager
+    def lean(self) -> Iterator[None]:
+        """Inside, `is_lean`: overridden methods that make a bias return a placeholder."""
+        self._lean = True
+        try:
+            yield
+        finally:
+            self._lean = False
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether the forward of now hands on no bias and no mask of quadratic size."""
+        return self._lean

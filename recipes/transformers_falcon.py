@@ -1,0 +1,110 @@
+"""Falcon of transformers, where it uses ALiBi: a bias that the model rounds to bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flashbias_convert.causal import attend_causal, is_key_table, query_start
+from flashbias_convert.causal_owner import CausalOwner, PaddingMaskInGenerate
+from flashbias_convert.patched_attention import PatchedAttention
+from flashbias_convert.recipe import Description, NoBias, Owner, Recipe, Site, UnsupportedSite
+from flashbias_convert.terms import Alibi, KeyBias
+
+
+class FalconAttention(PatchedAttention):
+    """`FalconAttention`; the projections are the original's."""
+
+    bypassed = ("attention_dropout",)
+
+    num_heads: int
+    inv_norm_factor: float
+    layer_idx: int
+    query_key_value: nn.Linear
+    dense: nn.Linear
+
+    def bias_sources(self) -> tuple[Tensor | Hashable, ...]:
+        return (self.num_heads,)
+
+    def flashbias_forward(
+        self,
+        hidden_states: Tensor,
+        alibi: Tensor | None,
+        attention_mask: Tensor,
+        position_ids: Tensor | None = None,
+        layer_past: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if not is_key_table(attention_mask):
+            given = (hidden_states, alibi, attention_mask, position_ids, layer_past)
+            original: tuple[Tensor, Tensor | None] = self.original_forward(*given, **kwargs)
+            return original
+        heads = self._split_heads(self.query_key_value(hidden_states))  # type: ignore[operator]
+        q, k, v = (x.transpose(1, 2) for x in heads)  # (B, H or fewer, N, D)
+        start = query_start(layer_past, self.layer_idx)
+        if layer_past is not None:
+            k, v = layer_past.update(k, v, self.layer_idx)
+        keys = attention_mask
+        if keys.shape[-1] == 0:  # nothing is padded, but the rounded bias needs the places
+            places = torch.arange(1, k.shape[-2] + 1, dtype=torch.int32, device=k.device)
+            keys = places.expand(q.shape[0], 1, 1, -1)
+        out = attend_causal(
+            self.score_bias, q, k, v, keys,
+            start=start, scale=self.inv_norm_factor,
+            terms_of=lambda places: (self._rounded(places, q.dtype),),
+        )  # fmt: skip
+        return self.dense(out.transpose(1, 2).flatten(2)), None
+
+    def _rounded(self, places: Tensor, dtype: torch.dtype) -> KeyBias:
+        """The original's bias: slopes, positions and products in bfloat16, scaled like q k^T."""
+        (planned,) = self.score_bias.bias.terms
+        assert isinstance(planned, Alibi)
+        slopes = (planned.slopes / self.inv_norm_factor).bfloat16()
+        values = slopes[:, None] * (places[:, None, :] - 1)  # (B, H, M)
+        return KeyBias(values=values.to(dtype).float() * self.inv_norm_factor)
+
+
+class FalconModel(CausalOwner):
+    """`FalconModel`, without the bias (B, H, N, M) that it adds to its mask."""
+
+    @property
+    def use_alibi(self) -> bool:
+        """Off while the attention modules add the bias; then the model makes none."""
+        return bool(self.__dict__["use_alibi"]) and not self.is_lean
+
+
+def describe(site: Site) -> Description:
+    """Slopes from the model's own bias for two tokens, in the units of its scores."""
+    from transformers.models.falcon.modeling_falcon import build_alibi_tensor
+
+    module: Any = site.module
+    owner: Any = site.owner
+    if not owner.use_alibi:
+        raise NoBias("it uses rotary positions, no bias")
+    if not getattr(owner.config, "is_causal", True):
+        raise UnsupportedSite("it is configured to attend in both directions")
+    two = torch.ones(1, 2, dtype=torch.long, device=module.dense.weight.device)
+    slopes = build_alibi_tensor(two, module.num_heads, torch.float32)[:, 0, 1]
+    n = site.tokens or module.max_position_embeddings
+    term = Alibi(slopes=slopes * module.inv_norm_factor)
+    return Description(None, module.num_heads, n, n, module.head_dim, exact_terms=(term,))
+
+
+_MODULE = "transformers.models.falcon.modeling_falcon"
+
+recipe = Recipe(
+    name="transformers_falcon",
+    title="Falcon with ALiBi (transformers)",
+    classes=(f"{_MODULE}.FalconAttention",),
+    library="transformers",
+    tested=">=5.20,<6",
+    attention=FalconAttention,
+    describe=describe,
+    owners=(
+        Owner((f"{_MODULE}.FalconModel",), FalconModel),
+        Owner((f"{_MODULE}.FalconForCausalLM",), PaddingMaskInGenerate),
+    ),
+)
