@@ -48,6 +48,5 @@ _COMPOSED: dict[tuple[type, type], type[Any]] = {}
 
 
 def _new_instance(recipe_class: type[Composed], original_class: type[nn.Module]) -> Composed:
-    cls = compose(recipe_class, original_class)
-    made: Composed = cls.__new__(cls)
+    made: Composed = object.__new__(compose(recipe_class, original_class))
     return made

@@ -35,6 +35,12 @@ class PatchedOwner(Composed):
             return self.original_forward(*args, **kwargs)
         return self.flashbias_forward(*args, **kwargs)
 
+    @classmethod
+    def owner_class(cls) -> type[PatchedOwner]:
+        """The class that the recipe supplied."""
+        assert issubclass(cls.recipe_class, PatchedOwner)
+        return cls.recipe_class
+
     @contextmanager
     def lean(self) -> Iterator[None]:
         """Inside, `is_lean`: overridden methods that make a bias return a placeholder."""

@@ -11,9 +11,9 @@ from torch import nn
 
 from .errors import UsageError
 from .inspection import inspect_model, refuse_wrapped
+from .patched_attention import PatchedAttention
 from .plan import Plan, SitePlan
 from .recipe import Recipe, Registry
-from .patched_attention import PatchedAttention
 from .swap import patch_module, patch_owner, patched_modules, restored, unpatch_all
 from .terms import ScoreBias
 

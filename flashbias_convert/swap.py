@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from .composed import Composed, compose
 from .errors import UsageError
 from .modules import ScoreBiasModule
-from .composed import Composed, compose
 from .patched_attention import BROKEN, PatchedAttention, Seal, seal_if_loaded
 from .patched_owner import PatchedOwner
 from .terms import ScoreBias
@@ -168,7 +168,7 @@ def restored(model: nn.Module, *, always: bool) -> Iterator[None]:
         always: after success, too; otherwise only after an exception.
     """
     before = [_Patched.of(module) for module in patched_modules(model)]
-    owners = [(module, module.recipe_class) for module in patched_owners(model)]
+    owners = [(module, module.owner_class()) for module in patched_owners(model)]
     done = False
     try:
         yield

@@ -73,7 +73,7 @@ def describe(site: Site) -> Description:
         raise UnsupportedSite("it is configured to attend in both directions")
     two = torch.ones(1, 2, device=module.dense.weight.device)
     slopes = owner.build_alibi_tensor(two, module.num_heads, torch.float32)[:, 0, 1]
-    n = site.tokens or getattr(owner.config, "seq_length", 2048)
+    n = int(site.tokens or getattr(owner.config, "seq_length", None) or 2048)
     return Description(
         None, module.num_heads, n, n, module.head_dim, exact_terms=(Alibi(slopes=slopes),)
     )

@@ -5,7 +5,7 @@ All numbers of the choice live here, and nowhere else.
 
 from __future__ import annotations
 
-#: Shorter sites gain little: method "auto" leaves them alone. Measured on an H200 with one module of
+#: Shorter sites gain little: method "auto" leaves them alone. Measured on an H200 with a module of
 #: SwinV2 (scripts/results/bench_windows.csv): 1.2 times faster with 4 tokens, 3.3 times with 16.
 SHORTEST_N = 16
 

@@ -1,0 +1,382 @@
+"""BLOOM, MPT and Falcon of transformers, patched, against the originals, with random weights."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flashbias_convert import inspect_model, patch_model, patched, unpatch_model
+from flashbias_convert.modules import ScoreBiasModule
+from flashbias_convert.swap import patched_modules, patched_owners
+from tests.support import assert_parity
+
+transformers = pytest.importorskip("transformers")
+
+HEADS = 6
+SIZES: dict[str, Any] = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def make(name: str, **changes: Any) -> Any:
+    """A model of two layers and six heads (no power of two) in eval mode, whose bias matters."""
+    if name == "bloom":
+        config = transformers.BloomConfig(
+            hidden_size=48, n_layer=2, n_head=HEADS, **SIZES | changes
+        )
+        make_model = transformers.BloomForCausalLM
+    elif name == "mpt":
+        sizes = {"d_model": 48, "n_layers": 2, "n_heads": HEADS, "max_seq_len": 64}
+        config = transformers.MptConfig(**SIZES | sizes | changes)
+        make_model = transformers.MptForCausalLM
+    else:
+        sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": HEADS}
+        style = {"alibi": True, "multi_query": False, "new_decoder_architecture": False}
+        config = transformers.FalconConfig(**SIZES | sizes | style | changes)
+        make_model = transformers.FalconForCausalLM
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = make_model(config).eval()
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, 0, 0.15)
+    return model
+
+
+NAMES = ("bloom", "mpt", "falcon")
+
+
+@pytest.fixture(params=NAMES)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def tokens(batch: int = 3, n: int = 20) -> Tensor:
+    return torch.randint(3, 97, (batch, n), generator=torch.Generator().manual_seed(1))
+
+
+def padding(batch: int = 3, n: int = 20) -> Tensor:
+    """Left padding of 7 tokens, of 3, and none."""
+    mask = torch.ones(batch, n, dtype=torch.long)
+    mask[0, :7] = 0
+    mask[1, :3] = 0
+    return mask
+
+
+def patch(model: nn.Module, **options: Any) -> nn.Module:
+    plan = patch_model(model, **{"backend": "sdpa", **options})
+    assert plan.counts() == {"patched": 2}
+    return model
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
+    out: Tensor = model(ids, **kwargs).logits
+    return out
+
+
+def true_logits(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    """What the original computes in float64, with a bias that is not rounded to float32.
+
+    Row by row and without the padding: in float64 padding makes the originals give NaN. Zeros
+    stand where tokens are padding.
+    """
+    wide = copy.deepcopy(model).double()
+    if hasattr(wide.get_decoder(), "build_alibi_tensor"):  # the slopes of BLOOM are float32
+        wide.get_decoder().build_alibi_tensor = exact_bloom
+    real = torch.ones_like(ids) if mask is None else mask
+    out = torch.zeros(*ids.shape, 97, dtype=torch.float64)
+    for i, kept in enumerate(real.bool()):
+        out[i, kept] = logits(wide, ids[i : i + 1, kept], attention_mask=real[i : i + 1, kept])[0]
+    return out
+
+
+def exact_bloom(mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
+
+    slopes = _get_alibi_slopes(heads, mask.device).double()
+    places = (mask.cumsum(-1) - 1) * mask
+    return (slopes[:, None] * places[:, None, :]).flatten(0, 1)[:, None, :]
+
+
+# -- values --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_logits(name: str, dtype: torch.dtype, padded: bool, backend: str) -> None:
+    model, ids = make(name).to(dtype), tokens()
+    mask = padding() if padded else torch.ones_like(ids)
+    real = mask.bool()
+    truth = true_logits(model, ids, mask)
+    plain = logits(model, ids, attention_mask=mask)
+    patch(model, backend=backend)
+    assert_parity(logits(model, ids, attention_mask=mask)[real], plain[real], truth[real])
+    if not padded:
+        assert_parity(logits(model, ids), plain, truth)
+
+
+@pytest.mark.parametrize("n", [1, 2, 65, 700])
+def test_lengths(name: str, n: int) -> None:
+    """Beyond MPT's table, too: there the original stops."""
+    model, ids = make(name, **({"max_seq_len": 700} if name == "mpt" else {})), tokens(1, n)
+    truth, plain = true_logits(model, ids), logits(model, ids)
+    if name == "mpt":
+        model = make(name, max_seq_len=8)
+        if n > 8:
+            with pytest.raises(RuntimeError):
+                logits(model, ids)
+    patch(model)
+    assert_parity(logits(model, ids), plain, truth)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"multi_query": True},
+        {"new_decoder_architecture": True, "num_kv_heads": 2},
+        {"new_decoder_architecture": True, "num_kv_heads": 6},
+    ],
+)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_key_heads_of_falcon(changes: dict[str, Any], attention: str) -> None:
+    model, ids, mask = make("falcon", **changes), tokens(), padding()
+    model.set_attn_implementation(attention)
+    truth = true_logits(model, ids, mask)
+    plain = logits(model, ids, attention_mask=mask)
+    patch(model)
+    real = mask.bool()
+    assert_parity(logits(model, ids, attention_mask=mask)[real], plain[real], truth[real])
+
+
+def test_clipped_projections_and_softmax_scale_of_mpt() -> None:
+    model, ids = make("mpt", attn_config={"clip_qkv": 0.3, "softmax_scale": 0.5}), tokens()
+    truth, plain = true_logits(model, ids), logits(model, ids)
+    assert (plain - logits(make("mpt"), ids)).abs().max() > 0.1
+    patch(model)
+    assert_parity(logits(model, ids), plain, truth)
+
+
+def test_residual_after_the_norm_of_bloom() -> None:
+    model, ids = make("bloom", apply_residual_connection_post_layernorm=True), tokens()
+    truth, plain = true_logits(model, ids), logits(model, ids)
+    patch(model)
+    assert_parity(logits(model, ids), plain, truth)
+
+
+# -- caches --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_generate(name: str, cache: str | None, padded: bool, dtype: torch.dtype) -> None:
+    model, ids = make(name).to(dtype), tokens()
+    mask = padding() if padded else torch.ones_like(ids)
+    settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "attention_mask": mask}
+    settings |= {"return_dict_in_generate": True, "output_logits": True}
+    plain = model.generate(ids, **settings)
+    # the original of Falcon cannot use a static cache at all
+    if cache is not None:
+        settings["cache_implementation"] = cache
+    out = patch(model).generate(ids, **settings)
+    same = (out.sequences == plain.sequences).all(1)
+    for row, step in [(r, s) for r in range(3) for s in range(12) if not same[r]]:
+        theirs, ours = plain.logits[step][row], out.logits[step][row]
+        if theirs.argmax() != ours.argmax():  # only a tie within the rounding may go either way
+            top = theirs.float().topk(2).values
+            assert top[0] - top[1] <= 8 * torch.finfo(dtype).eps * theirs.abs().max()
+            break
+    assert dtype != torch.float32 or same.all()
+
+
+def test_pieces_give_what_the_whole_gives(name: str) -> None:
+    """A prompt in three pieces through a cache: queries start in the middle of the keys."""
+    model, ids, mask = patch(make(name)), tokens(), padding()
+    whole = logits(model, ids, attention_mask=mask)
+    cache, parts = transformers.DynamicCache(), []
+    for start, stop in ((0, 9), (9, 10), (10, 20)):
+        with torch.no_grad():
+            out = model(
+                ids[:, start:stop], cache=cache, attention_mask=mask[:, :stop], use_cache=True
+            )
+        parts.append(out.logits)
+    real = mask.bool()
+    torch.testing.assert_close(torch.cat(parts, 1)[real], whole[real], rtol=1e-4, atol=1e-5)
+
+
+def test_a_mask_that_forgets_the_cached_tokens_is_refused(name: str) -> None:
+    model, ids = patch(make(name)), tokens()
+    cache = transformers.DynamicCache()
+    with torch.no_grad():
+        model(ids, cache=cache, use_cache=True)
+        short = torch.ones(3, 1, dtype=torch.long)
+        short[0] = 0
+        with pytest.raises(ValueError, match="must cover the cached tokens"):
+            model(ids[:, :1], cache=cache, attention_mask=short, use_cache=True)
+
+
+# -- what the fused path cannot do runs the original ---------------------------------------
+
+
+def test_attention_weights_come_from_the_original(name: str) -> None:
+    model, ids = make(name), tokens()
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        plain = model(ids, output_attentions=True)
+        out = patch(model)(ids, output_attentions=True)
+    assert torch.equal(out.logits, plain.logits)
+    assert all(torch.equal(a, b) for a, b in zip(out.attentions, plain.attentions, strict=True))
+
+
+def test_a_mask_of_your_own_is_used_as_it_is() -> None:
+    model, ids = make("mpt"), tokens()
+    hidden = torch.rand(3, 1, 20, 20, generator=torch.Generator().manual_seed(2)) < 0.3
+    hidden[..., 0] = False
+    mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
+    plain = logits(model, ids, attention_mask=mask)
+    assert torch.equal(logits(patch(model), ids, attention_mask=mask), plain)
+
+
+def test_training_is_the_original(name: str) -> None:
+    model, ids = make(name), tokens()
+    grads = []
+    for change in (lambda m: m, patch):
+        change(model).train().zero_grad()
+        torch.manual_seed(3)
+        model(ids, labels=ids).loss.backward()
+        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        model.eval()
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_a_block_in_training_mode_gets_what_its_original_needs(name: str) -> None:
+    model, ids = make(name), tokens()
+    plain = logits(model, ids)
+    patched_modules(patch(model))[1].train()
+    assert torch.equal(logits(model, ids), plain)  # no dropout is configured
+
+
+# -- the owner -----------------------------------------------------------------------------
+
+
+class NoSquares(TorchDispatchMode):
+    """Fails when an operation makes a tensor that grows with N times M."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.n = n
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for made in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(made, Tensor):
+                big = made.untyped_storage().nbytes() >= self.n * self.n
+                assert not big, f"{func} makes {tuple(made.shape)}"
+        return out
+
+
+@pytest.fixture
+def attention_without_scores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The backends that run on a CPU do make scores; the kernel does not."""
+
+    def forward(self: Any, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
+        assert kwargs["causal"]
+        return q.clone()
+
+    monkeypatch.setattr(ScoreBiasModule, "forward", forward)
+    yield
+
+
+@pytest.mark.usefixtures("attention_without_scores")
+@pytest.mark.parametrize("padded", [False, True])
+def test_nothing_of_quadratic_size_is_made_around_the_kernel(name: str, padded: bool) -> None:
+    n = 1500
+    model, ids = patch(make(name)), tokens(1, n)
+    mask = padding(2, n)[:1] if padded else None
+    with NoSquares(n), torch.no_grad():
+        model.get_decoder()(ids, attention_mask=mask)
+    unpatch_model(model)
+    with pytest.raises(AssertionError, match="makes"), NoSquares(n), torch.no_grad():
+        model.get_decoder()(ids, attention_mask=mask)
+
+
+def test_owner_and_attention_come_and_go_together(name: str) -> None:
+    model, ids = make(name), tokens()
+    plain, classes = logits(model, ids), [type(m) for m in model.modules()]
+    with patched(model, backend="eager"):
+        assert len(patched_owners(model)) == (1 if name == "bloom" else 2)
+        assert not torch.equal(logits(model, ids), plain)
+    assert [type(m) for m in model.modules()] == classes
+    assert torch.equal(logits(model, ids), plain)
+    patch(model)
+    with patched(model, backend="eager"):
+        pass
+    assert len(patched_modules(model)) == 2 and patched_owners(model)
+    assert unpatch_model(model) == 2
+    assert [type(m) for m in model.modules()] == classes
+    assert torch.equal(logits(model, ids), plain)
+
+
+def test_one_layer_left_alone_means_all(name: str) -> None:
+    model = make(name)
+    sites = [site.name for site in inspect_model(model).sites]
+    plan = patch_model(model, exclude=[sites[1]])
+    assert [site.status for site in plan.sites] == ["left alone", "left alone"]
+    assert f"shares its bias with {sites[1]!r}" in plan.sites[0].reason
+    assert not patched_owners(model) and not patched_modules(model)
+
+
+def test_attention_without_its_model_is_unsupported(name: str) -> None:
+    layer = next(m for m in make(name).modules() if type(m).__name__.endswith("Attention"))
+    (site,) = inspect_model(layer).sites
+    assert site.status == "unsupported" and "not part of this model" in site.reason
+
+
+def test_a_replaced_forward_of_the_owner_is_respected(name: str) -> None:
+    model = make(name)
+    decoder = model.get_decoder()
+    decoder.forward = decoder.forward
+    plan = inspect_model(model)
+    assert {site.status for site in plan.sites} == {"unsupported"}
+    assert "forward was replaced" in plan.sites[0].reason
+
+
+def test_copies_and_pickles_compute_the_same(name: str) -> None:
+    model, ids, mask = patch(make(name)), tokens(), padding()
+    expected = logits(model, ids, attention_mask=mask)
+    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        own = {id(m) for m in made.modules()}
+        assert all(id(m) in own for owner in patched_owners(made) for m in owner._consumers)
+        assert torch.equal(logits(made, ids, attention_mask=mask), expected)
+
+
+def test_slopes_are_those_of_the_model(name: str) -> None:
+    model = make(name)
+    (term,) = inspect_model(model).sites[0].bias.terms
+    expected = {"bloom": [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]}
+    expected["mpt"] = [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]
+    expected["falcon"] = [slope / math.sqrt(8) for slope in expected["bloom"]]
+    torch.testing.assert_close(term.slopes, torch.tensor(expected[name]))
+
+
+def test_falcon_with_rotary_positions_is_left_alone() -> None:
+    plan = inspect_model(make("falcon", alibi=False))
+    assert {site.status for site in plan.sites} == {"left alone"}
+    assert "rotary" in plan.sites[0].reason
+
+
+def test_bloom_that_emulates_tensor_parallelism_is_unsupported() -> None:
+    plan = inspect_model(make("bloom", pretraining_tp=2, slow_but_exact=True))
+    assert {site.status for site in plan.sites} == {"unsupported"}
+
+
+def test_tokens_say_for_what_length_to_plan(name: str) -> None:
+    assert inspect_model(make(name), tokens=123).sites[0].n == 123
