@@ -12,8 +12,9 @@ from torch import nn
 
 from ..errors import CheckpointError, UnknownArchitectureError, UsageError
 from ..swap import original_class
+from .own_models import BUILT, TRANSFORMERS
 
-Library = Literal["timm", "transformers", "caller"]
+Library = Literal["timm", "transformers", "flashbias", "caller"]
 
 #: entries of a transformers config that name code, kernels or repositories to fetch
 _CODE = frozenset({"_name_or_path", "auto_map", "custom_pipelines", "trust_remote_code"})
@@ -25,10 +26,10 @@ class Architecture:
     """How to build a model.
 
     Attributes:
-        library: who builds it: "timm", "transformers", or "caller" for a function that only the
-            caller knows.
-        name: model name in timm, class name in transformers, or a label for the function.
-        args: JSON values: keyword arguments for timm and functions, the config for transformers.
+        library: who builds it: "timm", "transformers", "flashbias" for a model of this package,
+            or "caller" for a function that only the caller knows.
+        name: model name in timm or here, class name in transformers, or a label for the function.
+        args: JSON values: keyword arguments, or the config for transformers.
         factory: the function of "caller"; never saved.
         origin: where this was learnt, for messages.
     """
@@ -65,8 +66,9 @@ def as_architecture(arch: ArchLike, args: Mapping[str, Any] | None = None) -> Ar
     """The architecture that a caller named.
 
     Args:
-        arch: an Architecture, "timm:NAME", "transformers:CLASS", "package.module:function" or a
-            function that returns the model. The function's module is imported.
+        arch: an Architecture, "timm:NAME", "transformers:CLASS", the name of a model of this
+            package, "package.module:function" or a function that returns the model. The
+            function's module is imported.
         args: keyword arguments, or the config of a transformers model; added to an Architecture's.
 
     Raises:
@@ -79,11 +81,16 @@ def as_architecture(arch: ArchLike, args: Mapping[str, Any] | None = None) -> Ar
     if callable(arch):
         label = getattr(arch, "__qualname__", type(arch).__name__)
         return Architecture("caller", label, args, arch)
+    if arch in BUILT:
+        return Architecture("flashbias", arch, args)
+    if arch in TRANSFORMERS:
+        return Architecture("transformers", TRANSFORMERS[arch][1], {"model_type": arch, **args})
     library, colon, name = arch.partition(":")
     if not colon or not library or not name:
         raise UsageError(
             f"cannot read the architecture {arch!r}",
-            "write timm:NAME, transformers:CLASS or package.module:function",
+            "write timm:NAME, transformers:CLASS, package.module:function, or "
+            + " or ".join([*TRANSFORMERS, *BUILT]),
         )
     if library == "timm":
         return Architecture("timm", name, args)
@@ -110,10 +117,13 @@ def architecture_of(model: nn.Module) -> Architecture | None:
     if hasattr(config, "to_diff_dict") and hasattr(config, "model_type"):
         found = from_config(config.to_dict(), "the model's config")
         cls = original_class(model)
-        if not cls.__module__.startswith("transformers."):
+        if not cls.__module__.startswith(("transformers.", "flashbias_convert.models.")):
             return found
         # the config learns its class only when the model is saved
         return dataclasses.replace(found, name=cls.__name__)
+    own = getattr(model, "flashbias_arch", None)
+    if isinstance(own, Mapping):
+        return Architecture("flashbias", own["name"], dict(own["args"]), origin="the model")
     pretrained = getattr(model, "pretrained_cfg", None)
     args = getattr(model, "_model_args", None)
     if not isinstance(pretrained, Mapping) or args is None or "architecture" not in pretrained:

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import UnknownArchitectureError, UsageError
 from .architecture import Architecture, without_code
 from .offline import hub_offline
+from .own_models import builder, own_class
 
 #: arguments of timm.create_model that load, download or place something
 _NOT_FROM_A_FILE = frozenset(
@@ -46,7 +47,12 @@ def build_model(arch: Architecture, device: torch.device | str = "cpu") -> nn.Mo
             the caller can supply.
         UsageError: the library refuses the arguments.
     """
-    builders = {"timm": _timm, "transformers": _transformers, "caller": _caller}
+    builders = {
+        "timm": _timm,
+        "transformers": _transformers,
+        "flashbias": _own,
+        "caller": _caller,
+    }
     # a library call must not advance the random numbers of its user
     with torch.random.fork_rng(devices=[]), torch.device(device), _NoMetaInit():
         try:
@@ -116,6 +122,7 @@ def transformers_class(arch: Architecture) -> tuple[type[Any], Any]:
     args = without_code(arch.args)
     _require_local(args, arch.origin)
     model_type = args.get("model_type")
+    own = own_class(model_type, arch.name)
     if model_type not in transformers.CONFIG_MAPPING:
         raise UnknownArchitectureError(
             f"transformers has no model type {model_type!r} (from {arch.origin})",
@@ -124,6 +131,7 @@ def transformers_class(arch: Architecture) -> tuple[type[Any], Any]:
     with hub_offline():
         config = transformers.CONFIG_MAPPING[model_type].from_dict(args)
     found = getattr(transformers, arch.name, None) if arch.name.isidentifier() else None
+    found = own or found
     if arch.name == "AutoModel":
         found = transformers.MODEL_MAPPING.get(type(config), None)
     if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
@@ -158,6 +166,10 @@ def _transformers(arch: Architecture) -> nn.Module:
     with hub_offline():
         model: nn.Module = cls(config)
     return model
+
+
+def _own(arch: Architecture) -> nn.Module:
+    return builder(arch.name)(**arch.args)
 
 
 def _caller(arch: Architecture) -> nn.Module:

@@ -54,9 +54,16 @@ def _from_config_file(checkpoint: Checkpoint) -> Architecture | None:
     if not config:
         return None
     origin = str(checkpoint.folder / "config.json")
+    if config.get("library") == "flashbias":
+        return _from_own_config(config, origin)
     if "architecture" in config:
         return _from_timm_config(config, origin)
     return from_config(config, origin) if "model_type" in config else None
+
+
+def _from_own_config(config: Mapping[str, Any], origin: str) -> Architecture:
+    data = {"library": "flashbias", "name": config.get("architecture"), "args": config.get("args")}
+    return Architecture.from_json(data, origin)
 
 
 def _from_timm_config(config: Mapping[str, Any], origin: str) -> Architecture:

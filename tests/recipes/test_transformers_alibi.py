@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashbias_convert import inspect_model, patch_model, patched, unpatch_model
+from flashbias_convert import inspect_model, load_model, patch_model, patched, unpatch_model
+from flashbias_convert.checkpoint import convert_checkpoint
 from flashbias_convert.modules import ScoreBiasModule
 from flashbias_convert.swap import patched_modules, patched_owners
 from tests.support import assert_parity
@@ -380,3 +382,17 @@ def test_bloom_that_emulates_tensor_parallelism_is_unsupported() -> None:
 
 def test_tokens_say_for_what_length_to_plan(name: str) -> None:
     assert inspect_model(make(name), tokens=123).sites[0].n == 123
+
+
+def test_a_folder_converts_and_loads(name: str, tmp_path: Path) -> None:
+    model, ids, mask = make(name), tokens(), padding()
+    model.save_pretrained(tmp_path / "model")
+    done = convert_checkpoint(tmp_path / "model")
+    assert done.output == tmp_path / "model.flashbias" and len(done.plan.patched) == 2
+    loaded = load_model(done.output, backend="sdpa")
+    assert len(patched_owners(loaded)) == (1 if name == "bloom" else 2)
+    expected = logits(patch(model), ids, attention_mask=mask)
+    assert torch.equal(logits(loaded, ids, attention_mask=mask), expected)
+    assert torch.equal(
+        loaded.generate(ids, max_new_tokens=4), model.generate(ids, max_new_tokens=4)
+    )
