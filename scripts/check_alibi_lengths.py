@@ -14,6 +14,7 @@ import copy
 import csv
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,9 +139,9 @@ def rows(name: str, n: int) -> Iterator[dict[str, Any]]:
             for cached in (False, True):
                 true = truth[:, -LAST:] if cached else truth
                 real = mask[:, -LAST:].bool() if cached else mask.bool()
-                plain, plain_mib = peak(lambda m=made, c=cached: logits(m, ids, mask, c))
+                plain, plain_mib = peak(partial(logits, made, ids, mask, cached))
                 patch_model(made)
-                ours, ours_mib = peak(lambda m=made, c=cached: logits(m, ids, mask, c))
+                ours, ours_mib = peak(partial(logits, made, ids, mask, cached))
                 unpatch_model(made)
                 errors = [float((x.double() - true)[real].abs().max()) for x in (plain, ours)]
                 ulp = torch.finfo(dtype).eps * float(true.abs().max())
