@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attention import PreparedBias, flashbias_attention
+from .attention import SLACK, PreparedBias, bias_bound, flashbias_attention
 from .terms import Lookup, Regions, RelativeTable, ScoreBias, Term
 
 
@@ -100,6 +100,8 @@ class ScoreBiasModule(nn.Module):
         self.just_loaded = False
         #: whether the terms are placeholders that a state dict must fill
         self.awaits_load = False
+        #: what no score of this site exceeds, masks aside, if that is known
+        self.score_bound: float | None = None
         self.mask_memo = MaskMemo()
         self._forget()
         text = ScoreBias.layout(self._spec).encode()
@@ -151,6 +153,17 @@ class ScoreBiasModule(nn.Module):
                 f"{found.decode(errors='replace')} instead of {own.decode()}"
             )
 
+    def bound_scores(self, scale_bound: float | None) -> None:
+        """Work out `score_bound`; reads the terms.
+
+        Args:
+            scale_bound: what no |scale * q k| exceeds, or None if that is not known.
+        """
+        known = scale_bound is not None and not any(buffer.is_meta for buffer in self.buffers())
+        bound = bias_bound(self.bias) if known else None
+        both = None if bound is None or scale_bound is None else SLACK * scale_bound + bound
+        self.score_bound = both
+
     def planned_regions(self) -> Regions | None:
         """The term that stands for a mask, if there is one."""
         return next((t for t in self.bias.terms if isinstance(t, Regions)), None)
@@ -177,11 +190,13 @@ class ScoreBiasModule(nn.Module):
             Tensor of shape (*batch, H, N, Dv).
         """
         prepared = self.prepared(without)
-        bias: ScoreBias | PreparedBias = prepared
         if extra:
             own = prepared.bias
             bias = ScoreBias(own.terms + tuple(extra), own.num_heads)
-        return flashbias_attention(q, k, v, bias, backend=self.backend, **kwargs)
+            return flashbias_attention(q, k, v, bias, backend=self.backend, **kwargs)
+        return flashbias_attention(
+            q, k, v, prepared, score_bound=self.score_bound, backend=self.backend, **kwargs
+        )
 
     # -- staying in step with the buffers --------------------------------------------------
 

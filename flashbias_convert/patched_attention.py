@@ -57,6 +57,13 @@ class PatchedAttention(Composed):
         """Everything that the terms were made from: parameters, buffers, sizes."""
         raise NotImplementedError
 
+    def scale_bound(self) -> float | None:
+        """What no |scale * q k| exceeds, if the scores have such a bound (cosine attention).
+
+        What it is made from belongs to `bias_sources`.
+        """
+        return None
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.runs_original():
             return self.original_forward(*args, **kwargs)
@@ -86,6 +93,7 @@ class PatchedAttention(Composed):
         self._seal = Seal(_state_of(sources), _values_of(sources))
         self.score_bias.awaits_load = False
         self.score_bias.prepared()  # now, so that torch.compile finds it made
+        self.score_bias.bound_scores(self.scale_bound())
 
     def is_stale(self) -> bool:
         """Whether weights or sizes have changed since the terms were made.

@@ -37,7 +37,11 @@ class SwinV2WindowAttention(PatchedAttention):
     def bias_sources(self) -> tuple[Tensor | Hashable, ...]:
         # the coordinates and the index follow from the two window sizes
         sizes = (tuple(self.window_size), tuple(self.pretrained_window_size))
-        return (*self.cpb_mlp.parameters(), *sizes)
+        return (*self.cpb_mlp.parameters(), self.logit_scale, *sizes)
+
+    def scale_bound(self) -> float | None:
+        scale = self._scale().detach()
+        return None if scale.is_meta else float(scale.max())
 
     def set_window_size(self, window_size: tuple[int, int]) -> None:
         # called for every new input size: with the same window, too, the shift mask may change
@@ -62,7 +66,7 @@ class SwinV2WindowAttention(PatchedAttention):
         return self.proj_drop(self.proj(x))
 
     def _scale(self) -> Tensor:
-        """Per head, (H,), in float32 or wider; read live, so training it makes nothing stale."""
+        """Per head, (H,), in float32 or wider."""
         wide = self.logit_scale.to(torch.promote_types(self.logit_scale.dtype, torch.float32))
         return wide.clamp(max=math.log(1.0 / 0.01)).exp().reshape(-1)
 

@@ -61,6 +61,7 @@ def launch(
     causal: bool,
     query_start: int,
     cosine: bool,
+    bounded: bool = False,
 ) -> None:
     """Run the kernel for one group of heads; writes the heads of the group into the output.
 
@@ -71,24 +72,39 @@ def launch(
             `starts` and `scale` (H,) where present. Batch dimensions broadcast.
         scale: used unless `tensors` has one per head.
         causal, query_start, cosine: see `flashbias_attention`.
+        bounded: no score is so large that its exponential overflows, or so small that a row's
+            largest one vanishes.
     """
     if tensors["o"].numel() == 0:
         return
     layout = tuple((n, t.dtype, t.shape, t.stride()) for n, t in tensors.items())
     plain_scale = "scale" not in tensors and scale >= SMALLEST_SCALE
-    key = (spec, causal, cosine, plain_scale, tensors["q"].device, layout)
+    key = (spec, causal, cosine, bounded, plain_scale, tensors["q"].device, layout)
     plan = _PLANS.get(key)
     if plan is None:
         if len(_PLANS) >= MAX_PLANS:
             _PLANS.clear()
         plan = _PLANS[key] = make_plan(
-            spec, tensors, causal=causal, cosine=cosine, plain_scale=plain_scale
+            spec,
+            tensors,
+            causal=causal,
+            cosine=cosine,
+            bounded=bounded,
+            plain_scale=plain_scale,
         )
     if plan.slices:
         dims = tensors["q"].dim() - 3
         for i in range(tensors["q"].shape[0]):
             entry = {n: batch_entry(n, t, dims, i) for n, t in tensors.items()}
-            launch(spec, entry, scale=scale, causal=causal, query_start=query_start, cosine=cosine)
+            launch(
+                spec,
+                entry,
+                scale=scale,
+                causal=causal,
+                query_start=query_start,
+                cosine=cosine,
+                bounded=bounded,
+            )
         return
     with on_device(tensors["q"].device):
         run(plan, tensors, scale, query_start)
@@ -100,6 +116,7 @@ def make_plan(
     *,
     causal: bool,
     cosine: bool,
+    bounded: bool,
     plain_scale: bool,
 ) -> LaunchPlan:
     """Work out arguments and grid; see `launch` for the arguments."""
@@ -149,6 +166,7 @@ def make_plan(
         "CAUSAL": causal,
         "COSINE": cosine,
         "SYMMETRIC": spec.symmetric,
+        "BOUNDED": bounded,
         "BM": settings.block_m,
         "BN": settings.block_n,
     }

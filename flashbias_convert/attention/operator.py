@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -29,6 +30,7 @@ def flashbias_attention(
     query_start: int | Tensor | None = None,
     key_mask: Tensor | None = None,
     cosine: bool = False,
+    score_bound: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """softmax(scale * q k^T + bias) v, the bias being a sum of terms (FlashBias, section 3).
@@ -49,6 +51,9 @@ def flashbias_attention(
             int, or integers of shape (*batch). Default M - N.
         key_mask: boolean, shape (*batch, M) or broadcastable; True = attend.
         cosine: normalise the rows of q and k in fp32 first (SwinV2).
+        score_bound: what no |scale * q k + bias| exceeds, masks aside, if the caller knows: a hint
+            that lets the kernel skip the running maximum. Without a `key_mask`, every row must
+            have a key that is not masked by a term. A bound that is wrong makes wrong results.
         backend: "triton" (the kernel), "sdpa" (factors concatenated on torch's attention,
             differentiable), "eager" (the reference), or "auto": the kernel where it can run,
             else sdpa with a warning once per reason.
@@ -88,7 +93,7 @@ def flashbias_attention(
         return _without_autocast(sdpa_attention, q, k, v, terms, args)
     problem = device_problem(q.device) or call_problem(q, k, v, prepared)
     if problem is None:
-        return triton_attention(q, k, v, prepared, args)
+        return triton_attention(q, k, v, prepared, args, score_bound)
     if backend == "triton":
         raise UnsupportedTermError(
             f"the triton backend cannot run this call: {problem}", "use backend='auto'"
@@ -118,6 +123,7 @@ def triton_attention(
     v: Tensor,
     bias: PreparedBias | None,
     args: AttentionArguments,
+    score_bound: float | None = None,
 ) -> Tensor:
     """Attention by the Triton kernel, whose limits have been checked."""
     from .registration import attention_op, normalize_keys
@@ -153,4 +159,16 @@ def triton_attention(
         start.to(q.device, torch.int32) if isinstance(start, Tensor) else None,
         args.causal,
         args.cosine,
+        _is_bounded(score_bound, v.dtype, args.key_mask),
     )
+
+
+#: Exponentials of scores up to this size stay within 2**-60 and 2**60: far from the ends of the
+#: range of bfloat16 and fp32, so that sums, and products with values, lose nothing.
+LARGEST_BOUND = 60 * math.log(2)
+
+
+def _is_bounded(score_bound: float | None, dtype: torch.dtype, key_mask: Tensor | None) -> bool:
+    """Whether exponentials need no running maximum; fp16 has too few exponents for that."""
+    known = score_bound is not None and score_bound <= LARGEST_BOUND
+    return known and dtype == torch.bfloat16 and key_mask is None

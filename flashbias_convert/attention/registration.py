@@ -29,6 +29,7 @@ def attention_op(
     query_starts: Tensor | None,
     causal: bool,
     cosine: bool,
+    bounded: bool,
 ) -> Tensor:
     """Attention by the Triton kernel. Arguments as made by `triton_attention`."""
     out = empty_output(q, v)
@@ -47,6 +48,7 @@ def attention_op(
             causal=causal,
             query_start=query_start,
             cosine=cosine,
+            bounded=bounded,
         )
         first = last
     return out

@@ -72,7 +72,7 @@ def attention_kernel(
     COLUMNS: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
     PLAIN_SCALE: tl.constexpr, NATURAL: tl.constexpr, ALIGNED_ROWS: tl.constexpr,
     WIDE: tl.constexpr,
-    CAUSAL: tl.constexpr, COSINE: tl.constexpr, SYMMETRIC: tl.constexpr,
+    CAUSAL: tl.constexpr, COSINE: tl.constexpr, SYMMETRIC: tl.constexpr, BOUNDED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     # which tile: query blocks fastest, so that programs side by side share k and v
@@ -268,10 +268,15 @@ def attention_kernel(
                 if pos_k_ptr is not None:
                     where = tl.load(pos_k_ptr + safe_k * pos_k_strides[3])
                 # integers up to here; their differences are exact in fp32 up to 2**24
-                distance = (where - origin).to(tl.float32)[None, :] - position[:, None]
+                distance = (where - origin).to(tl.float32)
                 if SYMMETRIC:
-                    distance = -tl.abs(distance)
-                x += row_slope[:, None] * distance
+                    x -= row_slope[:, None] * tl.abs(distance[None, :] - position[:, None])
+                elif alibi_rows_ptr is not None:
+                    x += row_slope[:, None] * (distance[None, :] - position[:, None])
+                else:
+                    # softmax ignores what is constant along a row, so only keys are counted, from
+                    # the first query of the block on: near the block they are few, and exact
+                    x += (slope * per_size * distance)[None, :]
             if table_ptr is not None:
                 key_code = tl.load(codes_k_ptr + safe_k)
                 entry = tl.load(table_ptr + (code[:, None] + key_code[None, :]))
@@ -319,14 +324,20 @@ def attention_kernel(
                 visible = tl.load(key_mask_ptr + safe_k * key_mask_strides[3])
                 x = tl.where(visible[None, :] != 0, x, float("-inf"))
 
-            new_top = tl.maximum(top, tl.max(x, 1))
-            # where nothing is visible yet, -inf - -inf would be NaN
-            level = tl.where(new_top == float("-inf"), 0.0, new_top)
-            # one fused multiply-add each: only the difference is rounded
-            p = tl.exp2(x * to_exp2 - (level * to_exp2)[:, None])
-            shrink = tl.exp2(top * to_exp2 - level * to_exp2)
-            total = total * shrink + tl.sum(p, 1)
-            acc = acc * shrink[:, None]
+            if BOUNDED:
+                # no exponential can overflow, so there is no need to follow the largest score
+                p = tl.exp2(x * to_exp2)
+                total += tl.sum(p, 1)
+            else:
+                new_top = tl.maximum(top, tl.max(x, 1))
+                # where nothing is visible yet, -inf - -inf would be NaN
+                level = tl.where(new_top == float("-inf"), 0.0, new_top)
+                # one fused multiply-add each: only the difference is rounded
+                p = tl.exp2(x * to_exp2 - (level * to_exp2)[:, None])
+                shrink = tl.exp2(top * to_exp2 - level * to_exp2)
+                total = total * shrink + tl.sum(p, 1)
+                acc = acc * shrink[:, None]
+                top = new_top
             v = _tile(
                 v_ptrs + far * v_strides[4],
                 in_keys[:, None],
@@ -335,7 +346,6 @@ def attention_kernel(
                 DV < BLOCK_DV,
             )  # (BN, BLOCK_DV)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
-            top = new_top
 
     # a row without any visible key gives zeros
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,8 @@ from flashbias_convert import Plan, inspect_model, patch_model, patched, unpatch
 from flashbias_convert import masks as masks_module
 from flashbias_convert.errors import StaleTermsError
 from flashbias_convert.recipes.timm_swinv2 import SwinV2WindowAttention
-from flashbias_convert.terms import Dense, Regions
+from flashbias_convert.swap import patched_modules
+from flashbias_convert.terms import Dense, Regions, ScoreBias
 from tests.support import assert_parity
 
 swin = pytest.importorskip("timm.models.swin_transformer_v2")
@@ -489,14 +491,28 @@ def test_gradients_in_eval_mode_reach_all_but_the_bias() -> None:
         assert torch.allclose(parameter.grad, theirs[name].grad, rtol=1e-3, atol=1e-4 * largest)
 
 
-def test_a_changed_logit_scale_needs_no_new_terms() -> None:
+def test_scores_are_bounded_by_scale_and_bias() -> None:
+    model = make()
+    patch(model, method="svd", energy=0.9, max_attention_error=1.0)
+    for attn in patched_modules(model):
+        assert isinstance(attn, SwinV2WindowAttention)
+        largest = attn.logit_scale.clamp(max=math.log(100)).exp().max()
+        dense = ScoreBias(
+            tuple(t for t in attn.score_bias.bias.terms if not isinstance(t, Regions)),
+            attn.num_heads,
+        ).dense(64, 64)
+        bound = attn.score_bias.score_bound
+        assert bound is not None
+        assert largest + dense.abs().max() <= bound <= 1.03 * (largest + dense.abs().max())
+
+
+def test_a_changed_logit_scale_is_noticed() -> None:
     model = make()
     patch(model)
     with torch.no_grad():
         model.layers[0].blocks[1].attn.logit_scale.add_(0.7)
-    plain = copy.deepcopy(model)
-    unpatch_model(plain)
-    assert_parity(run(model, image()), run(plain, image()), true_output(plain, image()))
+    with pytest.raises(StaleTermsError):
+        run(model, image())
 
 
 def change_weights(model: Any) -> None:
