@@ -14,7 +14,7 @@ LAYERS = [
     {"options"},
     {"terms"},
     {"decompose", "attention"},
-    {"modules"},
+    {"models", "modules"},
     {"patched_attention", "masks"},
     {"recipe", "plan", "swap"},
     {"inspection", "patching", "checkpoint"},
