@@ -8,6 +8,7 @@ transformers' GPT-2, without ``wpe``. Importing this module registers the classe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -141,10 +142,18 @@ class AlibiGPT2PreTrainedModel(GPT2PreTrainedModel):
             # Asked of the projection itself: modules without weights of their own never come here
             std = self.config.initializer_range / (2 * self.config.n_layer) ** 0.5
             init.normal_(module.weight, mean=0.0, std=std)
+        if isinstance(module, AlibiGPT2Model):
+            init.copy_(module.slopes, module.new_slopes())  # no file holds them
 
 
 class AlibiGPT2Model(AlibiGPT2PreTrainedModel):
-    """The blocks. The model makes bias and mask once per forward and hands them to every block."""
+    """The blocks. The model makes bias and mask once per forward and hands them to every block.
+
+    Attributes:
+        slopes: float32 (H,), whatever the dtype of the weights; follows from the configuration.
+    """
+
+    slopes: Tensor
 
     def __init__(self, config: AlibiGPT2Config) -> None:
         super().__init__(config)
@@ -152,6 +161,7 @@ class AlibiGPT2Model(AlibiGPT2PreTrainedModel):
         self.drop = nn.Dropout(config.embd_pdrop)
         self.h = nn.ModuleList(AlibiGPT2Block(config, i) for i in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.register_buffer("slopes", self.new_slopes(), persistent=False)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -160,6 +170,17 @@ class AlibiGPT2Model(AlibiGPT2PreTrainedModel):
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.wte = value
+
+    def new_slopes(self) -> Tensor:
+        """The slopes that the configuration asks for, float32 (H,)."""
+        config = self.config
+        return alibi_slopes(config.n_head, config.alibi_slopes, bias_max=config.alibi_bias_max)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        moved: nn.Module = super()._apply(fn, recurse)
+        if not self.slopes.is_meta:  # a cast must not round them
+            self.slopes = self.new_slopes().to(self.slopes.device)
+        return moved
 
     def build_bias(
         self, key_positions: Tensor, query_positions: Tensor, dtype: torch.dtype
@@ -174,11 +195,8 @@ class AlibiGPT2Model(AlibiGPT2PreTrainedModel):
         Returns:
             Tensor of shape (B or 1, H, N, M).
         """
-        slopes = alibi_slopes(
-            self.config.n_head, self.config.alibi_slopes, bias_max=self.config.alibi_bias_max
-        ).to(key_positions.device, dtype)
         distance = key_positions[:, None, :] - query_positions[:, :, None]
-        return distance[:, None].to(dtype) * slopes[:, None, None]
+        return distance[:, None].to(dtype) * self.slopes.to(dtype)[:, None, None]
 
     def build_mask(
         self,

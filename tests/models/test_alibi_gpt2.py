@@ -375,6 +375,19 @@ def test_saved_and_loaded_it_is_the_same_model(tmp_path: Path):
     assert config.architectures == ["AlibiGPT2LMHeadModel"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_slopes_are_rounded_by_no_cast_and_no_load(dtype: torch.dtype, tmp_path: Path):
+    model = make(torch.float32, alibi_slopes="geometric")  # slopes that are no powers of two
+    model.save_pretrained(tmp_path)
+    loaded = AlibiGPT2LMHeadModel.from_pretrained(tmp_path, dtype=dtype)
+    moved = AlibiGPT2LMHeadModel(model.config).to("meta").to_empty(device="cpu")
+    for other in (loaded, model.to(dtype), copy.deepcopy(model), moved):
+        assert other.transformer.slopes.dtype == torch.float32
+        assert torch.equal(other.transformer.slopes, alibi_slopes(6, "geometric"))
+        assert not any("slopes" in key for key in other.state_dict())
+    assert loaded.transformer.wte.weight.dtype == dtype
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_it_takes_the_weights_of_a_gpt2(whole: bool, tmp_path: Path):
     torch.manual_seed(0)
