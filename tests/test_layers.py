@@ -14,7 +14,7 @@ LAYERS = [
     {"options"},
     {"terms"},
     {"decompose", "attention"},
-    {"modules", "composed"},
+    {"models", "modules", "composed"},
     {"patched_attention", "masks", "causal"},
     {"patched_owner"},
     {"causal_owner"},
