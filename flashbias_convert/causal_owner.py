@@ -48,9 +48,11 @@ class PaddingMaskInGenerate(PatchedOwner):
         inputs_embeds: Tensor,
         attention_mask: Tensor | None = None,
         cache: Any = None,
+        past_key_values: Any = None,
         **_: Any,
     ) -> Tensor | None:
         """The padding mask, as long as the cache, so that its shape stays from step to step."""
+        cache = past_key_values if cache is None else cache
         if attention_mask is None or attention_mask.dim() != 2 or cache is None:
             return attention_mask
         length = cache.get_mask_sizes(inputs_embeds.shape[1], 0)[0]

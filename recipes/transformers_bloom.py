@@ -86,7 +86,7 @@ recipe = Recipe(
     title="BLOOM (transformers)",
     classes=(f"{_MODULE}.BloomAttention",),
     library="transformers",
-    tested=">=5.20,<6",
+    tested=">=5.17,<6",
     attention=BloomAttention,
     describe=describe,
     owners=(Owner((f"{_MODULE}.BloomModel",), BloomModel),),

@@ -100,7 +100,7 @@ recipe = Recipe(
     title="Falcon with ALiBi (transformers)",
     classes=(f"{_MODULE}.FalconAttention",),
     library="transformers",
-    tested=">=5.20,<6",
+    tested=">=5.17,<6",
     attention=FalconAttention,
     describe=describe,
     owners=(

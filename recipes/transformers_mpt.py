@@ -34,8 +34,10 @@ class MptAttention(PatchedAttention):
         position_bias: Tensor | None,
         cache: Any = None,
         attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        cache = past_key_values if cache is None else cache  # its name until transformers 5.17
         if position_bias is None or position_bias.dim() != 1:
             given = (hidden_states, position_bias, cache, attention_mask)
             original: tuple[Tensor, Tensor | None] = self.original_forward(*given, **kwargs)
@@ -85,7 +87,7 @@ recipe = Recipe(
     title="MPT (transformers)",
     classes=(f"{_MODULE}.MptAttention",),
     library="transformers",
-    tested=">=5.20,<6",
+    tested=">=5.17,<6",
     attention=MptAttention,
     describe=describe,
     owners=(

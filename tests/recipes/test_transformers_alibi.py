@@ -1,4 +1,4 @@
-"""BLOOM, MPT and Falcon of transformers, patched, against the originals, with random weights."""
+"""ALiBi GPT-2, BLOOM, MPT and Falcon, patched, against the originals, with random weights."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashbias_convert import inspect_model, load_model, patch_model, patched, unpatch_model
 from flashbias_convert.checkpoint import convert_checkpoint
+from flashbias_convert.models.caches import CACHE_FIELD
 from flashbias_convert.modules import ScoreBiasModule
 from flashbias_convert.swap import patched_modules, patched_owners
 from tests.support import assert_parity
@@ -37,6 +38,22 @@ def make(name: str, **changes: Any) -> Any:
         sizes = {"d_model": 48, "n_layers": 2, "n_heads": HEADS, "max_seq_len": 64}
         config = transformers.MptConfig(**SIZES | sizes | changes)
         make_model = transformers.MptForCausalLM
+    elif name == "gpt2":
+        from flashbias_convert.models.alibi_gpt2 import AlibiGPT2Config, AlibiGPT2LMHeadModel
+
+        config = AlibiGPT2Config(
+            **SIZES
+            | {
+                "n_embd": 48,
+                "n_layer": 2,
+                "n_head": HEADS,
+                "attn_pdrop": 0.0,
+                "resid_pdrop": 0.0,
+                "embd_pdrop": 0.0,
+            }
+            | changes
+        )
+        make_model = AlibiGPT2LMHeadModel
     else:
         sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": HEADS}
         style = {"alibi": True, "multi_query": False, "new_decoder_architecture": False}
@@ -51,7 +68,8 @@ def make(name: str, **changes: Any) -> Any:
     return model
 
 
-NAMES = ("bloom", "mpt", "falcon")
+OWNERS = {"bloom": 1, "mpt": 2, "falcon": 2, "gpt2": 1}
+NAMES = ("bloom", "mpt", "falcon", "gpt2")
 
 
 @pytest.fixture(params=NAMES)
@@ -207,7 +225,10 @@ def test_pieces_give_what_the_whole_gives(name: str) -> None:
     for start, stop in ((0, 9), (9, 10), (10, 20)):
         with torch.no_grad():
             out = model(
-                ids[:, start:stop], cache=cache, attention_mask=mask[:, :stop], use_cache=True
+                ids[:, start:stop],
+                attention_mask=mask[:, :stop],
+                use_cache=True,
+                **{CACHE_FIELD: cache},
             )
         parts.append(out.logits)
     real = mask.bool()
@@ -218,16 +239,17 @@ def test_a_mask_that_forgets_the_cached_tokens_is_refused(name: str) -> None:
     model, ids = patch(make(name)), tokens()
     cache = transformers.DynamicCache()
     with torch.no_grad():
-        model(ids, cache=cache, use_cache=True)
+        model(ids, use_cache=True, **{CACHE_FIELD: cache})
         short = torch.ones(3, 1, dtype=torch.long)
         short[0] = 0
         with pytest.raises(ValueError, match="must cover the cached tokens"):
-            model(ids[:, :1], cache=cache, attention_mask=short, use_cache=True)
+            model(ids[:, :1], attention_mask=short, use_cache=True, **{CACHE_FIELD: cache})
 
 
 # -- what the fused path cannot do runs the original ---------------------------------------
 
 
+@pytest.mark.parametrize("name", ["bloom", "mpt", "falcon"])
 def test_attention_weights_come_from_the_original(name: str) -> None:
     model, ids = make(name), tokens()
     model.set_attn_implementation("eager")
@@ -314,8 +336,8 @@ def test_owner_and_attention_come_and_go_together(name: str) -> None:
     model, ids = make(name), tokens()
     plain, classes = logits(model, ids), [type(m) for m in model.modules()]
     with patched(model, backend="eager"):
-        assert len(patched_owners(model)) == (1 if name == "bloom" else 2)
-        assert not torch.equal(logits(model, ids), plain)
+        assert len(patched_owners(model)) == OWNERS[name]
+        assert len(patched_modules(model)) == 2
     assert [type(m) for m in model.modules()] == classes
     assert torch.equal(logits(model, ids), plain)
     patch(model)
@@ -365,6 +387,7 @@ def test_slopes_are_those_of_the_model(name: str) -> None:
     (term,) = inspect_model(model).sites[0].bias.terms
     expected = {"bloom": [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]}
     expected["mpt"] = [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]
+    expected["gpt2"] = expected["bloom"]
     expected["falcon"] = [slope / math.sqrt(8) for slope in expected["bloom"]]
     torch.testing.assert_close(term.slopes, torch.tensor(expected[name]))
 
@@ -390,7 +413,7 @@ def test_a_folder_converts_and_loads(name: str, tmp_path: Path) -> None:
     done = convert_checkpoint(tmp_path / "model")
     assert done.output == tmp_path / "model.flashbias" and len(done.plan.patched) == 2
     loaded = load_model(done.output, backend="sdpa")
-    assert len(patched_owners(loaded)) == (1 if name == "bloom" else 2)
+    assert len(patched_owners(loaded)) == OWNERS[name]
     expected = logits(patch(model), ids, attention_mask=mask)
     assert torch.equal(logits(loaded, ids, attention_mask=mask), expected)
     assert torch.equal(
