@@ -77,13 +77,16 @@ def make(name: str, n: int) -> Any:
     return model.eval().cuda()
 
 
-def exact_bloom(mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+def exact_bloom(decoder: Any) -> Callable[..., Tensor]:
     """BLOOM's bias in float64: its own is a product of float32 numbers."""
-    from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
+    two = torch.ones(1, 2, device="cuda")
+    slopes = decoder.build_alibi_tensor(two, decoder.num_heads, torch.float32)[:, 0, 1].double()
 
-    slopes = _get_alibi_slopes(heads, mask.device).double()
-    places = (mask.cumsum(-1) - 1) * mask
-    return (slopes[:, None] * places[:, None, :]).flatten(0, 1)[:, None, :]
+    def build(mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+        places = (mask.cumsum(-1) - 1) * mask
+        return (slopes[:, None] * places[:, None, :]).flatten(0, 1)[:, None, :]
+
+    return build
 
 
 @torch.no_grad()
@@ -108,7 +111,7 @@ def truth_of(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
     wide = copy.deepcopy(model).double()
     decoder = wide.get_decoder()
     if type(decoder).__name__ == "BloomModel":
-        decoder.build_alibi_tensor = exact_bloom
+        decoder.build_alibi_tensor = exact_bloom(decoder)
     out = torch.zeros(*ids.shape, VOCABULARY, dtype=torch.float64, device=ids.device)
     for i, kept in enumerate(mask.bool()):
         row = ids[i : i + 1, kept]

@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import CheckpointError, UnknownArchitectureError
 from .architecture import Architecture, ArchLike, as_architecture, from_config, pretrained_cfg_of
 from .header import plan_of
+from .own_models import BUILT, TRANSFORMERS
 from .read import Checkpoint
 from .signature import candidates, with_num_classes
 
@@ -34,12 +35,26 @@ def identify(
             `candidates` lists them.
         UsageError: `arch` cannot be understood.
     """
-    if arch is not None:
+    if arch is not None and not _is_told_by_its_config(arch, checkpoint):
         return with_num_classes(as_architecture(arch, args), checkpoint.tensors)
     found = _from_plan(checkpoint) or _from_config_file(checkpoint) or _from_training(checkpoint)
     if found is None:
         found = _from_tensors(checkpoint)
     return as_architecture(found, args)
+
+
+def _is_told_by_its_config(arch: ArchLike, checkpoint: Checkpoint) -> bool:
+    """Whether ``config.json`` is for the model of ours that the caller named: it knows sizes."""
+    config = checkpoint.config or {}
+    return (
+        isinstance(arch, str)
+        and arch in {*BUILT, *TRANSFORMERS}
+        and arch
+        in (
+            config.get("model_type"),
+            config.get("architecture"),
+        )
+    )
 
 
 def _from_plan(checkpoint: Checkpoint) -> Architecture | None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from flashbias_convert.checkpoint import (
     Architecture,
+    architecture,
     build_model,
     identify,
     open_model,
@@ -252,3 +253,19 @@ def test_a_folder_of_transformers(swinv2_of_transformers: Path) -> None:
     x = torch.randn(1, 3, 32, 32)
     with torch.no_grad():
         assert torch.equal(rebuilt(x).logits, opened.model(x).logits)
+
+
+def test_our_own_models_take_their_sizes_from_the_config(tmp_path: Path) -> None:
+    from flashbias_convert.models.alibi_gpt2 import AlibiGPT2Config, AlibiGPT2LMHeadModel
+
+    config = AlibiGPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=2)
+    AlibiGPT2LMHeadModel(config).save_pretrained(tmp_path)
+    found = [
+        identify(read_checkpoint(path), arch)
+        for path in (tmp_path, tmp_path / "model.safetensors")
+        for arch in (None, "alibi_gpt2")
+    ]
+    assert {a.name for a in found} == {"AlibiGPT2LMHeadModel"}
+    assert all(a.library == "transformers" and a.args["vocab_size"] == 11 for a in found)
+    bare = architecture.as_architecture("alibi_gpt2", {"vocab_size": 11})
+    assert bare.args == {"model_type": "alibi_gpt2", "vocab_size": 11}

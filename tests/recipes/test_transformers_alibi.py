@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ def true_logits(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
     """
     wide = copy.deepcopy(model).double()
     if hasattr(wide.get_decoder(), "build_alibi_tensor"):  # the slopes of BLOOM are float32
-        wide.get_decoder().build_alibi_tensor = exact_bloom
+        wide.get_decoder().build_alibi_tensor = exact_bloom(wide.get_decoder())
     real = torch.ones_like(ids) if mask is None else mask
     out = torch.zeros(*ids.shape, 97, dtype=torch.float64)
     for i, kept in enumerate(real.bool()):
@@ -117,12 +117,14 @@ def true_logits(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
     return out
 
 
-def exact_bloom(mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
+def exact_bloom(decoder: Any) -> Callable[..., Tensor]:
+    slopes = decoder.build_alibi_tensor(torch.ones(1, 2), HEADS, torch.float32)[:, 0, 1].double()
 
-    slopes = _get_alibi_slopes(heads, mask.device).double()
-    places = (mask.cumsum(-1) - 1) * mask
-    return (slopes[:, None] * places[:, None, :]).flatten(0, 1)[:, None, :]
+    def build(mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+        places = (mask.cumsum(-1) - 1) * mask
+        return (slopes[:, None] * places[:, None, :]).flatten(0, 1)[:, None, :]
+
+    return build
 
 
 # -- values --------------------------------------------------------------------------------
