@@ -1,0 +1,1 @@
+"""Reference architectures that no maintained package offers."""
