@@ -316,6 +316,15 @@ def test_a_mask_is_made_once_and_follows_the_model() -> None:
     assert torch.equal(run(copy.deepcopy(model), fields(model)), run(model, fields(model)))
 
 
+def test_a_mask_that_was_made_for_inference_serves_training() -> None:
+    model = make()
+    with torch.inference_mode():
+        model(*fields(model))
+    twin = copy.deepcopy(model).train()
+    sum(out.sum() for out in twin(*fields(twin))).backward()
+    assert all(p.grad is not None for p in twin.parameters())
+
+
 def test_it_compiles_into_one_graph() -> None:
     model = make()
     plain = run(model, fields(model))

@@ -77,7 +77,8 @@ class EarthSpecificBlock(nn.Module):
             return None
         if self._mask is None or self._mask.device != device or self._mask.dtype != dtype:
             shape, window = self.padded_resolution, self.window_size
-            self._mask = shift_mask(shape, window, device=device, dtype=dtype)
+            with torch.inference_mode(False):  # a later call may record gradients
+                self._mask = shift_mask(shape, window, device=device, dtype=dtype)
         return self._mask
 
     def forward(self, x: Tensor) -> Tensor:
