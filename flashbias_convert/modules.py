@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention import SLACK, PreparedBias, bias_bound, flashbias_attention
+from .attention.arguments import broadcasts
 from .terms import Lookup, Regions, RelativeTable, ScoreBias, Term
 
 
@@ -53,12 +54,15 @@ class MaskMemo:
         self._equal = False
 
     def stands_for(self, term: Regions | None, mask: Tensor) -> bool:
-        """Whether `term` adds exactly `mask`, shape (nW, N, M).
+        """Whether `term` adds exactly `mask`, shape (nW, N, M) or (*windows, N, M).
+
+        One row of ids may serve the windows of several leading entries, as in Pangu, where the
+        mask is the same at all longitudes.
 
         Values are compared once per mask object and version, which synchronises with its device.
         While torch.compile traces, only shapes are, and a doubtful mask is not trusted.
         """
-        if term is None or _mask_shape(term) != tuple(mask.shape):
+        if term is None or not _mask_fits(term, mask):
             return False
         if torch.compiler.is_compiling():
             return not self.doubtful
@@ -66,15 +70,18 @@ class MaskMemo:
         known = self._mask is not None and self._mask() is mask and self._version == version
         if not known:
             dense = term.dense(*mask.shape[-2:], dtype=mask.dtype).squeeze(-3)
-            self._equal = torch.equal(dense, mask)
+            self._equal = torch.equal(dense.expand_as(mask), mask)
             self._mask, self._version = weakref.ref(mask), version
         self.doubtful = not self._equal
         return self._equal
 
 
-def _mask_shape(term: Regions) -> tuple[int, ...]:
+def _mask_fits(term: Regions, mask: Tensor) -> bool:
     keys = term.ids if term.key_ids is None else term.key_ids
-    return (*term.ids.shape, keys.shape[-1])
+    own = (*term.batch_shape(), term.ids.shape[-1], keys.shape[-1])
+    if len(own) > mask.dim() or own[-2:] != tuple(mask.shape[-2:]):
+        return False
+    return broadcasts(own[:-2], tuple(mask.shape[:-2]))
 
 
 class ScoreBiasModule(nn.Module):

@@ -12,6 +12,7 @@ PACKAGE = Path(flashbias_convert.__file__).parent
 LAYERS = [
     {"errors"},
     {"options"},
+    {"models"},
     {"terms"},
     {"decompose", "attention"},
     {"models", "modules", "composed"},

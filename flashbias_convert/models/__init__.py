@@ -1,1 +1,1 @@
-"""Reference architectures that no maintained package offers, as models of their usual libraries."""
+"""Reference architectures that no maintained package offers."""
