@@ -18,6 +18,8 @@ LAYERS = [
     {"patched_attention", "masks"},
     {"recipe", "plan", "swap"},
     {"inspection", "patching", "checkpoint"},
+    {"inputs"},
+    {"verification"},
     {"cli"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
