@@ -18,7 +18,7 @@ from ..recipe import Recipe
 from .architecture import Architecture, ArchLike
 from .open import OpenedModel, open_model
 from .outputs import WEIGHTS_NAME, check_output, output_path, plan_path
-from .write import write_file, write_folder
+from .write import Check, write_file, write_folder
 
 Progress = Callable[[int, int, str], None]
 
@@ -62,6 +62,7 @@ def convert_checkpoint(
     force: bool = False,
     progress: Progress | None = None,
     on_plan: Callable[[Plan], None] | None = None,
+    check: Check | None = None,
 ) -> Conversion:
     """Convert a checkpoint and write the result beside it.
 
@@ -80,6 +81,8 @@ def convert_checkpoint(
         force: replace an existing output of ours.
         progress: called with (done, total, name) after each site.
         on_plan: called with the plan before anything is written, and also when nothing will be.
+        check: called with the complete output, a file or folder under a temporary name, before it
+            gets its own; if it raises, nothing is kept. See `verify_files`.
 
     Raises:
         UsageError: an option that makes no sense, or an output that exists.
@@ -106,7 +109,7 @@ def convert_checkpoint(
         on_plan(plan)
     require_patched(plan)
     if not dry_run:
-        _write(opened, target, plan, force)
+        _write(opened, target, plan, force, check)
     return Conversion(
         source=source,
         architecture=opened.architecture,
@@ -156,14 +159,16 @@ def _weights(target: Path) -> Path:
     return target if target.suffix == ".safetensors" else target / WEIGHTS_NAME
 
 
-def _write(opened: OpenedModel, target: Path, plan: Plan, force: bool) -> None:
+def _write(opened: OpenedModel, target: Path, plan: Plan, force: bool, check: Check | None) -> None:
     tensors = stored_state(opened)
     metadata = opened.checkpoint.metadata
     if target.suffix == ".safetensors":
-        write_file(target, tensors, plan, force=force, metadata=metadata)
+        write_file(target, tensors, plan, force=force, metadata=metadata, check=check)
     else:
         folder = opened.checkpoint.folder
-        write_folder(target, tensors, plan, source=folder, force=force, metadata=metadata)
+        write_folder(
+            target, tensors, plan, source=folder, force=force, metadata=metadata, check=check
+        )
 
 
 def stored_state(opened: OpenedModel) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -20,6 +20,9 @@ from .header import PLAN_KEY, TIED_KEY, VERSION_KEY
 from .outputs import WEIGHTS_NAME, check_output, plan_path
 from .staging import Staging
 
+#: looks at what was written and raises if it must not be kept
+Check = Callable[[Path], None]
+
 #: weights of other frameworks; a converted folder holds one set of weights
 _FOREIGN = (".h5", ".msgpack", ".onnx", ".gguf", ".index", ".tflite", ".ot")
 
@@ -31,6 +34,7 @@ def write_file(
     *,
     force: bool = False,
     metadata: Mapping[str, str] | None = None,
+    check: Check | None = None,
 ) -> None:
     """Write a converted file and its sidecar, complete or not at all.
 
@@ -40,6 +44,8 @@ def write_file(
         plan: goes into the header and the sidecar.
         force: replace existing files.
         metadata: further entries of the header.
+        check: called with the complete file, before it has its name; if it raises, nothing is
+            kept.
 
     Raises:
         UsageError: a file exists, or its folder cannot be written.
@@ -48,6 +54,8 @@ def write_file(
     with Staging(force) as staging:
         weights, sidecar = staging.add(path), staging.add(plan_path(path))
         _write_pair(weights, sidecar, tensors, plan, metadata or {}, path)
+        if check is not None:
+            check(weights)
         try:
             staging.commit()
         except OSError as error:
@@ -62,6 +70,7 @@ def write_folder(
     source: Path,
     force: bool = False,
     metadata: Mapping[str, str] | None = None,
+    check: Check | None = None,
 ) -> None:
     """Like `write_file`, but a folder with ``model.safetensors`` and the configs of `source`.
 
@@ -77,6 +86,8 @@ def write_folder(
             raise _failed(folder, error) from error
         weights = temporary / WEIGHTS_NAME
         _write_pair(weights, plan_path(weights), tensors, plan, metadata or {}, folder)
+        if check is not None:
+            check(temporary)
         try:
             staging.commit()
         except OSError as error:

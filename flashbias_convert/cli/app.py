@@ -21,11 +21,13 @@ from .inspect import inspect
 from .output import print_error, print_json
 from .recipes import recipes
 from .show import show
+from .verify import verify
 
 PROGRAM = "flashbias-convert"
 COMMANDS: dict[str, Callable[..., int]] = {
     "convert": convert,
     "inspect": inspect,
+    "verify": verify,
     "show": show,
     "recipes": recipes,
     "env": env,
@@ -107,7 +109,8 @@ def _report(error: Exception, arguments: Sequence[str]) -> int:
     if "--json" in arguments:
         kind = type(error).__name__
         told = {"type": kind, "message": message, "hint": hint}
-        print_json({"error": told, "exit_code": int(code), "plan": getattr(error, "plan", None)})
+        found = {"plan": None, **getattr(error, "told", {})}
+        print_json({"error": told, "exit_code": int(code), **found})
     return code
 
 

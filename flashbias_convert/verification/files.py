@@ -100,6 +100,6 @@ def _wrong_weights(stored: Mapping[str, torch.Tensor], converted: Path) -> list[
     if not differ:
         return []
     return [
-        f"{len(differ)} weights in {converted.name} are not those of the original, such as "
+        f"{len(differ)} weights in the converted file are not those of the original, such as "
         f"{differ[0]}"
     ]
