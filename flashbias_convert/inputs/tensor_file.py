@@ -64,7 +64,7 @@ def _read(file: Path) -> dict[str, Tensor]:
         if file.suffix == ".safetensors":
             return load_file(file)
         with np.load(file, allow_pickle=False) as arrays:
-            return {name: torch.from_numpy(np.ascontiguousarray(arrays[name])) for name in arrays}
+            return {name: torch.from_numpy(arrays[name]) for name in arrays}
     except (OSError, ValueError, TypeError, SafetensorError, zipfile.BadZipFile) as error:
         raise UsageError(f"{file} cannot be read: {error}") from error
 
