@@ -17,6 +17,7 @@ from ..plan import Plan
 from ..recipe import Recipe
 from .architecture import Architecture, ArchLike
 from .open import OpenedModel, open_model
+from .origin import SOURCE_KEY, Origin
 from .outputs import WEIGHTS_NAME, check_output, output_path, plan_path
 from .write import Check, write_file, write_folder
 
@@ -161,7 +162,9 @@ def _weights(target: Path) -> Path:
 
 def _write(opened: OpenedModel, target: Path, plan: Plan, force: bool, check: Check | None) -> None:
     tensors = stored_state(opened)
-    metadata = opened.checkpoint.metadata
+    originals = {key: tensors[key] for key in opened.stored}
+    origin = Origin.of(opened.checkpoint, originals)
+    metadata = {**opened.checkpoint.metadata, SOURCE_KEY: origin.to_json()}
     if target.suffix == ".safetensors":
         write_file(target, tensors, plan, force=force, metadata=metadata, check=check)
     else:

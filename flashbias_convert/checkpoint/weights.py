@@ -36,8 +36,9 @@ def equal_bits(a: Tensor | None, b: Tensor | None) -> bool:
     """Whether two tensors have the same dtype, shape and bytes; NaN equals NaN."""
     if a is None or b is None or a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return torch.equal(_bytes(a), _bytes(b))
+    return torch.equal(bytes_of(a), bytes_of(b))
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The memory of a tensor, uint8 of shape (bytes,)."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -20,6 +20,7 @@ from .exit_codes import ExitCode, exit_code_of
 from .inspect import inspect
 from .output import print_error, print_json
 from .recipes import recipes
+from .restore import restore
 from .show import show
 from .verify import verify
 
@@ -28,6 +29,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "convert": convert,
     "inspect": inspect,
     "verify": verify,
+    "restore": restore,
     "show": show,
     "recipes": recipes,
     "env": env,
