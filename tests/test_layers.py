@@ -18,8 +18,8 @@ LAYERS = [
     {"patched_attention", "masks"},
     {"recipe", "plan", "swap"},
     {"inspection", "patching", "checkpoint"},
-    {"inputs"},
-    {"verification"},
+    {"inputs", "views"},
+    {"verification", "plotting", "report"},
     {"cli"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}

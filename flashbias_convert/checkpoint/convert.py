@@ -62,7 +62,7 @@ def convert_checkpoint(
     dry_run: bool = False,
     force: bool = False,
     progress: Progress | None = None,
-    on_plan: Callable[[Plan], None] | None = None,
+    on_plan: Callable[[Plan, nn.Module], None] | None = None,
     check: Check | None = None,
 ) -> Conversion:
     """Convert a checkpoint and write the result beside it.
@@ -81,7 +81,8 @@ def convert_checkpoint(
         dry_run: plan only; nothing is written.
         force: replace an existing output of ours.
         progress: called with (done, total, name) after each site.
-        on_plan: called with the plan before anything is written, and also when nothing will be.
+        on_plan: called with the plan and the model before anything is written, and also when
+            nothing will be.
         check: called with the complete output, a file or folder under a temporary name, before it
             gets its own; if it raises, nothing is kept. See `verify_files`.
 
@@ -107,7 +108,7 @@ def convert_checkpoint(
     plan = _plan(opened, choices, dry_run)
     plan = dataclasses.replace(plan, arch=opened.architecture.to_json())
     if on_plan is not None:
-        on_plan(plan)
+        on_plan(plan, opened.model)
     require_patched(plan)
     if not dry_run:
         _write(opened, target, plan, force, check)

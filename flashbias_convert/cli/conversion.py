@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 from ..errors import FlashBiasError, VerificationError
 from ..options import DecomposeOptions
 from .output import Output
+from .pictures import check_pictures, draw_pictures
 from .reports import check_report
 from .telling import exit_code, tell, tell_failed_sites, tell_failure
 from .values import json_object, load_recipes, torch_device
 from .verification import Comparing, quiet_libraries
 
 if TYPE_CHECKING:  # these import torch, which takes seconds: not before the options are known
+    from torch import nn
+
     from ..checkpoint import Conversion
     from ..plan import Plan
     from ..recipe import Recipe
@@ -45,37 +48,46 @@ class Request:
     verbose: int
     quiet: bool
     comparing: Comparing | None = None
+    plot: Path | None = None
+    html: Path | None = None
 
 
 def run_conversion(request: Request) -> int:
     """Convert or inspect a checkpoint; returns the exit code.
 
     Raises:
-        FlashBiasError: as `convert_checkpoint`; where there is a plan, the table was shown and the
-            report written, and the error carries the plan as JSON in `told`.
+        FlashBiasError: as `convert_checkpoint`; where there is a plan, the table was shown, the
+            report and the pictures were made, and the error carries the plan as JSON in `told`.
     """
     options = DecomposeOptions(**request.options)
     arch_args = json_object(request.arch_args)
-    _check_report(request)
+    _check_reports(request)
     if request.comparing is not None:
         request.comparing.check()
     output = Output(request.as_json, request.quiet, request.verbose)
     started = time.perf_counter()
-    plans: list[Plan] = []
+    plans: list[tuple[Plan, nn.Module]] = []
     verifications: list[Verification] = []
+
+    def on_plan(plan: Plan, model: nn.Module) -> None:
+        plans.append((plan, model))
+
     try:
-        done = _convert(request, options, arch_args, output, plans.append, verifications.append)
+        done = _convert(request, options, arch_args, output, on_plan, verifications.append)
     except FlashBiasError as error:
         if plans:
-            tell_failure(request, output, plans[0], error)
+            tell_failure(request, output, plans[0][0], error)
+            draw_pictures(request, output, *plans[0])
         raise
     seconds = time.perf_counter() - started
-    tell(request, output, done, seconds, verifications[0] if verifications else None)
+    pictures = draw_pictures(request, output, *plans[0])
+    tell(request, output, done, seconds, verifications[0] if verifications else None, pictures)
     tell_failed_sites(request, done.plan)
     return exit_code(done.plan)
 
 
-def _check_report(request: Request) -> None:
+def _check_reports(request: Request) -> None:
+    check_pictures(request)
     if request.report is None:
         return
     from ..checkpoint.outputs import output_path
@@ -89,7 +101,7 @@ def _convert(
     options: DecomposeOptions,
     arch_args: dict[str, Any],
     output: Output,
-    on_plan: Callable[[Plan], None],
+    on_plan: Callable[[Plan, nn.Module], None],
     on_verification: Callable[[Verification], None],
 ) -> Conversion:
     inputs = None if request.comparing is None else request.comparing.inputs

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # these import torch, which takes seconds: not before the opt
     from ..plan import Plan
     from ..verification import Verification
     from .conversion import Request
+    from .pictures import Pictures
 
 
 def tell(
@@ -24,6 +25,7 @@ def tell(
     done: Conversion,
     seconds: float,
     verification: Verification | None = None,
+    pictures: Pictures | None = None,
 ) -> None:
     """Show what was done, and write the report.
 
@@ -33,11 +35,13 @@ def tell(
         done: what was done.
         seconds: how long it took.
         verification: of the file that was written, if one was asked for.
+        pictures: what was drawn.
     """
     from .tables import notes, reasons, site_table, summary
 
     def data() -> dict[str, Any]:
-        return _data(request, done, seconds, verification)
+        drawn = {} if pictures is None else pictures.to_json()
+        return _data(request, done, seconds, verification) | drawn
 
     for note in done.notes:
         output.note(f"note: {note}")
@@ -49,6 +53,7 @@ def tell(
         *notes(done.plan),
         summary(done.plan, dry_run=request.dry_run),
         *_verified(verification, output),
+        *(pictures.lines() if pictures is not None else ()),
         *_how_to_go_on(request, done),
     )
     write_report(request.report, data, request.force)
