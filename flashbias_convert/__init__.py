@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         UnknownArchitectureError,
         UnsupportedTermError,
         UsageError,
+        VerificationError,
     )
     from .inspection import inspect_model
     from .options import DecomposeOptions
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
         ScoreBias,
         Term,
     )
+    from .verification import Verification, verify_files, verify_model
 
 _MODULES = {
     "attention": ("PreparedBias", "flashbias_attention"),
@@ -56,6 +58,7 @@ _MODULES = {
         "UnknownArchitectureError",
         "UnsupportedTermError",
         "UsageError",
+        "VerificationError",
     ),
     "inspection": ("inspect_model",),
     "options": ("DecomposeOptions",),
@@ -76,6 +79,7 @@ _MODULES = {
         "ScoreBias",
         "Term",
     ),
+    "verification": ("Verification", "verify_files", "verify_model"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -108,6 +112,8 @@ __all__ = [
     "UnsupportedSite",
     "UnsupportedTermError",
     "UsageError",
+    "Verification",
+    "VerificationError",
     "__version__",
     "apply_plan",
     "flashbias_attention",
@@ -118,6 +124,8 @@ __all__ = [
     "patched",
     "save_model",
     "unpatch_model",
+    "verify_files",
+    "verify_model",
 ]
 
 

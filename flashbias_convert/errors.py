@@ -43,6 +43,18 @@ class CheckpointError(FlashBiasError):
     """A file that is missing, damaged, unsafe or not what it claims to be."""
 
 
+class VerificationError(FlashBiasError):
+    """A converted model that does not agree with its original.
+
+    Attributes:
+        verification: what was found, a `Verification`; None where nothing was compared.
+    """
+
+    def __init__(self, message: str, hint: str = "", verification: object = None) -> None:
+        super().__init__(message, hint)
+        self.verification = verification
+
+
 class UnknownArchitectureError(FlashBiasError):
     """The architecture of a checkpoint is unknown or ambiguous.
 

@@ -95,7 +95,7 @@ def inspect_model(
     names = [name for match in matches for name in match.names]
     chosen = _Choice(_as_list(include), _as_list(exclude), names)
     plans = []
-    with _leave_no_trace(model):
+    with leave_no_trace(model):
         for match in matches:
             plans.append(_plan_site(match, options, chosen.reason_against(match.names)))
             if progress is not None:
@@ -389,7 +389,7 @@ def library_versions() -> dict[str, str]:
 
 
 @contextmanager
-def _leave_no_trace(model: nn.Module) -> Iterator[None]:
+def leave_no_trace(model: nn.Module) -> Iterator[None]:
     """No gradients, autocast or inference tensors inside; random states as before after."""
     devices = {t.device for t in [*model.parameters(), *model.buffers()]}
     cuda = [device.index for device in devices if device.type == "cuda"]

@@ -52,6 +52,10 @@ class SitePlan:
         entries = self.spec["terms"] if self.spec else []
         return tuple(dict.fromkeys(entry["kind"] for entry in entries))
 
+    def is_exact(self) -> bool:
+        """Whether nothing of the bias was lost: no logit moves but by rounding."""
+        return all(d.logit_error_max == 0 for d in self.decisions)
+
     def ranks(self) -> list[int]:
         """Ranks of the heads that have a low-rank term."""
         return [d.rank for d in self.decisions if d.rank is not None]

@@ -21,6 +21,8 @@ LAYERS = [
     {"causal_owner"},
     {"recipe", "plan", "swap"},
     {"inspection", "patching", "checkpoint"},
+    {"inputs", "views"},
+    {"verification", "plotting", "report"},
     {"cli"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}

@@ -45,8 +45,9 @@ def files_of(wheel: Path) -> set[str]:
 
 
 def files_of_the_tree() -> set[str]:
-    own = (ROOT / "flashbias_convert").rglob("*.py")
-    files = {p.relative_to(ROOT).as_posix() for p in own} | {"flashbias_convert/py.typed"}
+    kinds = (".py", ".typed", ".css", ".js")
+    own = [p for p in (ROOT / "flashbias_convert").rglob("*") if p.suffix in kinds]
+    files = {p.relative_to(ROOT).as_posix() for p in own}
     recipes = (ROOT / "recipes").rglob("*.py")
     return files | {f"flashbias_convert/{p.relative_to(ROOT).as_posix()}" for p in recipes}
 

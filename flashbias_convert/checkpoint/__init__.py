@@ -8,12 +8,14 @@ from .identify import identify
 from .load import load_model, save_model
 from .open import OpenedModel, open_model
 from .read import Checkpoint, read_checkpoint
+from .restore import Restored, restore_checkpoint
 
 __all__ = [
     "Architecture",
     "Checkpoint",
     "Conversion",
     "OpenedModel",
+    "Restored",
     "architecture_of",
     "build_model",
     "convert_checkpoint",
@@ -22,5 +24,6 @@ __all__ = [
     "open_model",
     "read_checkpoint",
     "read_plan",
+    "restore_checkpoint",
     "save_model",
 ]

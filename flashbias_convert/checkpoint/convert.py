@@ -17,8 +17,9 @@ from ..plan import Plan
 from ..recipe import Recipe
 from .architecture import Architecture, ArchLike
 from .open import OpenedModel, open_model
+from .origin import SOURCE_KEY, Origin
 from .outputs import WEIGHTS_NAME, check_output, output_path, plan_path
-from .write import write_file, write_folder
+from .write import Check, write_file, write_folder
 
 Progress = Callable[[int, int, str], None]
 
@@ -61,7 +62,8 @@ def convert_checkpoint(
     dry_run: bool = False,
     force: bool = False,
     progress: Progress | None = None,
-    on_plan: Callable[[Plan], None] | None = None,
+    on_plan: Callable[[Plan, nn.Module], None] | None = None,
+    check: Check | None = None,
 ) -> Conversion:
     """Convert a checkpoint and write the result beside it.
 
@@ -79,7 +81,10 @@ def convert_checkpoint(
         dry_run: plan only; nothing is written.
         force: replace an existing output of ours.
         progress: called with (done, total, name) after each site.
-        on_plan: called with the plan before anything is written, and also when nothing will be.
+        on_plan: called with the plan and the model before anything is written, and also when
+            nothing will be.
+        check: called with the complete output, a file or folder under a temporary name, before it
+            gets its own; if it raises, nothing is kept. See `verify_files`.
 
     Raises:
         UsageError: an option that makes no sense, or an output that exists.
@@ -103,10 +108,10 @@ def convert_checkpoint(
     plan = _plan(opened, choices, dry_run)
     plan = dataclasses.replace(plan, arch=opened.architecture.to_json())
     if on_plan is not None:
-        on_plan(plan)
+        on_plan(plan, opened.model)
     require_patched(plan)
     if not dry_run:
-        _write(opened, target, plan, force)
+        _write(opened, target, plan, force, check)
     return Conversion(
         source=source,
         architecture=opened.architecture,
@@ -156,14 +161,18 @@ def _weights(target: Path) -> Path:
     return target if target.suffix == ".safetensors" else target / WEIGHTS_NAME
 
 
-def _write(opened: OpenedModel, target: Path, plan: Plan, force: bool) -> None:
+def _write(opened: OpenedModel, target: Path, plan: Plan, force: bool, check: Check | None) -> None:
     tensors = stored_state(opened)
-    metadata = opened.checkpoint.metadata
+    originals = {key: tensors[key] for key in opened.stored}
+    origin = Origin.of(opened.checkpoint, originals)
+    metadata = {**opened.checkpoint.metadata, SOURCE_KEY: origin.to_json()}
     if target.suffix == ".safetensors":
-        write_file(target, tensors, plan, force=force, metadata=metadata)
+        write_file(target, tensors, plan, force=force, metadata=metadata, check=check)
     else:
         folder = opened.checkpoint.folder
-        write_folder(target, tensors, plan, source=folder, force=force, metadata=metadata)
+        write_folder(
+            target, tensors, plan, source=folder, force=force, metadata=metadata, check=check
+        )
 
 
 def stored_state(opened: OpenedModel) -> dict[str, Tensor]:

@@ -118,7 +118,7 @@ def save_model(
 
 def _require_built_alike(arch: Architecture, state: Mapping[str, Tensor], plan: Plan) -> None:
     """Raise UsageError unless the architecture has the tensors of the model, terms aside."""
-    terms = {key for site in plan.patched for key, _ in _term_tensors(site)}
+    terms = {key for site in plan.patched for key, _ in term_tensors(site)}
     try:
         model = build_model(arch, "meta")
     except UsageError:  # some models compute while they are built
@@ -141,7 +141,7 @@ def check_terms(plan: Plan, tensors: Mapping[str, Tensor]) -> None:
     This comes before anything of the plan's sizes is allocated.
     """
     for site in plan.patched:
-        for key, info in _term_tensors(site):
+        for key, info in term_tensors(site):
             tensor = tensors.get(key)
             if tensor is None:
                 raise CheckpointError(f"the plan names {key}, which the file lacks")
@@ -153,7 +153,12 @@ def check_terms(plan: Plan, tensors: Mapping[str, Tensor]) -> None:
                 raise CheckpointError(f"the plan says that {key} is {info}, the file has {found}")
 
 
-def _term_tensors(site: SitePlan) -> list[tuple[str, Any]]:
+def term_tensors(site: SitePlan) -> list[tuple[str, Any]]:
+    """Key, and shape and dtype as JSON, of every tensor that a site adds to a file.
+
+    Raises:
+        CheckpointError: the plan is damaged.
+    """
     prefix = f"{site.name}.score_bias" if site.name else "score_bias"
     try:
         if not site.spec:

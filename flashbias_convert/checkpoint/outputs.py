@@ -61,7 +61,7 @@ def check_output(output: Path, source: Path, force: bool) -> None:
     it, whatever `force` says.
     """
     output_is_file = output.suffix == _SUFFIX
-    if _same(output, source) or (source.is_dir() and _same(output.parent, source)):
+    if same_file(output, source) or (source.is_dir() and same_file(output.parent, source)):
         raise UsageError(f"the output {output} would change the input", "choose another --output")
     if output_is_file:
         check_file(output, force)
@@ -85,5 +85,6 @@ def _is_ours(folder: Path) -> bool:
     return plan_path(folder / WEIGHTS_NAME).is_file()
 
 
-def _same(a: Path, b: Path) -> bool:
+def same_file(a: Path, b: Path) -> bool:
+    """Whether two paths lead to one file or folder that exists."""
     return a.exists() and b.exists() and a.samefile(b)

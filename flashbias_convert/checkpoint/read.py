@@ -35,6 +35,7 @@ class Checkpoint:
         extras: what a training checkpoint holds beside its weights.
         config: the content of ``config.json`` in the folder, if there is one.
         notes: what the user should know about how the file was read.
+        names: key -> name of the tensor in its file, which may have a prefix.
     """
 
     path: Path
@@ -45,6 +46,7 @@ class Checkpoint:
     extras: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
+    names: dict[str, str] = field(default_factory=dict)
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
@@ -58,6 +60,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     path = Path(path)
     found = find_weight_files(path)
     tensors, metadata, extras, notes = _read_all(found)
+    in_file = list(tensors)
     tensors = strip_prefixes(strip_lightning(strip_prefixes(tensors), extras))
     if not tensors:
         raise CheckpointError(f"{path} holds no tensors")
@@ -71,6 +74,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         extras=extras,
         config=read_json(config) if config.is_file() else None,
         notes=tuple(notes),
+        names=dict(zip(tensors, in_file, strict=True)),  # stripping keeps the order
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -20,6 +20,9 @@ from .header import PLAN_KEY, TIED_KEY, VERSION_KEY
 from .outputs import WEIGHTS_NAME, check_output, plan_path
 from .staging import Staging
 
+#: looks at what was written and raises if it must not be kept
+Check = Callable[[Path], None]
+
 #: weights of other frameworks; a converted folder holds one set of weights
 _FOREIGN = (".h5", ".msgpack", ".onnx", ".gguf", ".index", ".tflite", ".ot")
 
@@ -31,6 +34,7 @@ def write_file(
     *,
     force: bool = False,
     metadata: Mapping[str, str] | None = None,
+    check: Check | None = None,
 ) -> None:
     """Write a converted file and its sidecar, complete or not at all.
 
@@ -40,6 +44,8 @@ def write_file(
         plan: goes into the header and the sidecar.
         force: replace existing files.
         metadata: further entries of the header.
+        check: called with the complete file, before it has its name; if it raises, nothing is
+            kept.
 
     Raises:
         UsageError: a file exists, or its folder cannot be written.
@@ -48,10 +54,12 @@ def write_file(
     with Staging(force) as staging:
         weights, sidecar = staging.add(path), staging.add(plan_path(path))
         _write_pair(weights, sidecar, tensors, plan, metadata or {}, path)
+        if check is not None:
+            check(weights)
         try:
             staging.commit()
         except OSError as error:
-            raise _failed(path, error) from error
+            raise failed(path, error) from error
 
 
 def write_folder(
@@ -62,6 +70,7 @@ def write_folder(
     source: Path,
     force: bool = False,
     metadata: Mapping[str, str] | None = None,
+    check: Check | None = None,
 ) -> None:
     """Like `write_file`, but a folder with ``model.safetensors`` and the configs of `source`.
 
@@ -72,15 +81,17 @@ def write_folder(
         temporary = staging.add(folder)
         try:
             temporary.mkdir()
-            _copy_small_files(source, temporary)
+            copy_small_files(source, temporary)
         except OSError as error:
-            raise _failed(folder, error) from error
+            raise failed(folder, error) from error
         weights = temporary / WEIGHTS_NAME
         _write_pair(weights, plan_path(weights), tensors, plan, metadata or {}, folder)
+        if check is not None:
+            check(temporary)
         try:
             staging.commit()
         except OSError as error:
-            raise _failed(folder, error) from error
+            raise failed(folder, error) from error
 
 
 def _write_pair(
@@ -102,7 +113,7 @@ def _write_pair(
         weights.chmod(sidecar.stat().st_mode)  # safetensors makes private files
         compare(weights, stored, header)
     except (OSError, SafetensorError) as error:
-        raise _failed(final, error) from error
+        raise failed(final, error) from error
 
 
 def prepare(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -121,7 +132,7 @@ def prepare(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
             stored[name] = tensor.detach().cpu().contiguous()
         else:
             tied[name] = first
-    return _without_overlap(stored), tied
+    return without_overlap(stored), tied
 
 
 def _require_plain(name: str, tensor: Tensor) -> None:
@@ -137,7 +148,7 @@ def _memory(tensor: Tensor) -> object:
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 
-def _without_overlap(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def without_overlap(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copy the tensors that share part of another's memory; safetensors refuses them."""
     end, out = -1, dict(tensors)
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):
@@ -147,10 +158,10 @@ def _without_overlap(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-def compare(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+def compare(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> None:
     """Raise CheckpointError unless the file holds exactly these tensors, bit for bit."""
     with safe_open(path, framework="pt") as file:
-        if file.metadata() != dict(metadata) or set(file.keys()) != set(tensors):
+        if (file.metadata() or {}) != dict(metadata or {}) or set(file.keys()) != set(tensors):
             raise CheckpointError("the written file does not read back: its header differs")
         for name, meant in tensors.items():
             found = file.get_tensor(name)
@@ -164,7 +175,8 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _copy_small_files(source: Path, folder: Path) -> None:
+def copy_small_files(source: Path, folder: Path) -> None:
+    """Copy what lies beside weights: configs, tokenizers, notes; no weights and no plans."""
     for path in sorted(source.iterdir()):
         if not path.is_file() or path.name.startswith(".") or path.suffix in SUFFIXES + _FOREIGN:
             continue
@@ -174,6 +186,7 @@ def _copy_small_files(source: Path, folder: Path) -> None:
         shutil.copyfile(path, folder / path.name)
 
 
-def _failed(path: Path, error: Exception) -> CheckpointError:
+def failed(path: Path, error: Exception) -> CheckpointError:
+    """The error for a file that could not be written."""
     reason = getattr(error, "strerror", None) or str(error)
     return CheckpointError(f"writing failed, nothing was kept: {reason}", f"target: {path}")

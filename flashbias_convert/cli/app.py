@@ -20,12 +20,16 @@ from .exit_codes import ExitCode, exit_code_of
 from .inspect import inspect
 from .output import print_error, print_json
 from .recipes import recipes
+from .restore import restore
 from .show import show
+from .verify import verify
 
 PROGRAM = "flashbias-convert"
 COMMANDS: dict[str, Callable[..., int]] = {
     "convert": convert,
     "inspect": inspect,
+    "verify": verify,
+    "restore": restore,
     "show": show,
     "recipes": recipes,
     "env": env,
@@ -107,7 +111,8 @@ def _report(error: Exception, arguments: Sequence[str]) -> int:
     if "--json" in arguments:
         kind = type(error).__name__
         told = {"type": kind, "message": message, "hint": hint}
-        print_json({"error": told, "exit_code": int(code), "plan": getattr(error, "plan", None)})
+        found = {"plan": None, **getattr(error, "told", {})}
+        print_json({"error": told, "exit_code": int(code), **found})
     return code
 
 

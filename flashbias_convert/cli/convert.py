@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..errors import UsageError
 from .conversion import Request, run_conversion
 from .parameters import (
     ArchArgsOpt,
@@ -30,6 +31,17 @@ from .parameters import (
     TokensOpt,
     VerboseOpt,
 )
+from .verification import (
+    SAMPLES,
+    CompareDtype,
+    Comparing,
+    MaxDifferenceOpt,
+    MinAgreementOpt,
+    VerifyDtypeOpt,
+    VerifyInputsOpt,
+    VerifyOpt,
+    VerifySamplesOpt,
+)
 
 
 def convert(
@@ -52,6 +64,12 @@ def convert(
     dtype: DtypeOpt = None,
     dry_run: DryRunOpt = False,
     force: ForceOpt = False,
+    verify: VerifyOpt = False,
+    verify_inputs: VerifyInputsOpt = None,
+    verify_samples: VerifySamplesOpt = None,
+    verify_dtype: VerifyDtypeOpt = None,
+    max_difference: MaxDifferenceOpt = None,
+    min_agreement: MinAgreementOpt = None,
     report: ReportOpt = None,
     json: JsonOpt = False,
     debug: DebugOpt = False,
@@ -63,6 +81,29 @@ def convert(
     Every attention module that adds a bias gets, head by head, the cheapest form of that bias
     that is good enough. The original is never changed.
     """
+    wanted = {
+        "--verify-inputs": verify_inputs,
+        "--verify-samples": verify_samples,
+        "--verify-dtype": verify_dtype,
+        "--max-difference": max_difference,
+        "--min-agreement": min_agreement,
+    }
+    given = [option for option, value in wanted.items() if value is not None]
+    if given and not verify:
+        raise UsageError(f"{given[0]} says how to verify", "add --verify")
+    if verify and dry_run:
+        raise UsageError("a dry run writes nothing that could be verified", "leave out --verify")
+    comparing = None
+    if verify:
+        comparing = Comparing(
+            inputs="random" if verify_inputs is None else verify_inputs,
+            samples=SAMPLES if verify_samples is None else verify_samples,
+            tokens=tokens,
+            dtype=(verify_dtype or CompareDtype.float32).value,
+            device=device,
+            max_difference=max_difference,
+            min_agreement=min_agreement,
+        )
     request = Request(
         command="convert",
         checkpoint=checkpoint,
@@ -90,5 +131,6 @@ def convert(
         as_json=json,
         verbose=verbose,
         quiet=quiet,
+        comparing=comparing,
     )
     return run_conversion(request)

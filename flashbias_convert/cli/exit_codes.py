@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from ..errors import NothingToConvertError, UnknownArchitectureError, UsageError
+from ..errors import (
+    NothingToConvertError,
+    UnknownArchitectureError,
+    UsageError,
+    VerificationError,
+)
 
 
 class ExitCode(IntEnum):
@@ -35,4 +40,6 @@ def exit_code_of(error: BaseException) -> ExitCode:
         return ExitCode.USAGE
     if isinstance(error, NothingToConvertError):
         return ExitCode.NOTHING
+    if isinstance(error, VerificationError):
+        return ExitCode.NOT_VERIFIED
     return ExitCode.FAILED

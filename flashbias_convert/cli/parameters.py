@@ -165,6 +165,24 @@ ReportOpt = Annotated[
         show_default=False,
     ),
 ]
+PlotOpt = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Write figures: biases, spectra, ranks, errors. Needs matplotlib.",
+        rich_help_panel=_OUT,
+        show_default=False,
+    ),
+]
+HtmlOpt = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Write one page, to look through sites and heads in a browser.",
+        rich_help_panel=_OUT,
+        show_default=False,
+    ),
+]
 JsonOpt = Annotated[
     bool,
     typer.Option("--json", metavar="", help="One JSON object on stdout.", rich_help_panel=_OUT),

@@ -1,0 +1,132 @@
+"""How the source of a converted file called its tensors, so that it can be restored."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from torch import Tensor
+
+from ..errors import CheckpointError
+from .read import Checkpoint
+from .weights import bytes_of, equal_bits
+
+SOURCE_KEY = "flashbias_convert.source"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a converted file remembers of its source.
+
+    Attributes:
+        files: names of the files that held the weights.
+        metadata: of the header, None where the source was no safetensors file or had none.
+        renamed: name in the source -> name in the converted file, where they differ.
+        omitted: names in the converted file that the source did not have.
+        lost: names in the source whose values are not in the converted file.
+        digest: of the tensors that can be restored, under their names in the source.
+    """
+
+    files: tuple[str, ...]
+    metadata: dict[str, str] | None = None
+    renamed: dict[str, str] = field(default_factory=dict)
+    omitted: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+    digest: str = ""
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, stored: Mapping[str, Tensor]) -> Self:
+        """What to remember of a checkpoint whose tensors are stored under other names.
+
+        Args:
+            checkpoint: the source.
+            stored: the tensors that the converted file will hold, by their names in it.
+        """
+        finder = _Finder(stored)
+        found = {n: finder.name_of(n, t) for n, t in checkpoint.tensors.items()}
+        names = {checkpoint.names[key]: value for key, value in found.items()}
+        restored = {name: stored[key] for name, key in names.items() if key is not None}
+        same = {name for name, key in names.items() if name == key}
+        safetensors = checkpoint.files[0].suffix == ".safetensors"
+        return cls(
+            files=tuple(file.name for file in checkpoint.files),
+            metadata=dict(checkpoint.metadata) if safetensors and checkpoint.metadata else None,
+            renamed={n: k for n, k in names.items() if k is not None and n != k},
+            omitted=tuple(key for key in stored if key not in same),
+            lost=tuple(name for name, key in names.items() if key is None),
+            digest=digest(restored),
+        )
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of the source under their names in it.
+
+        Args:
+            tensors: what the converted file holds, without terms, tied names included.
+
+        Raises:
+            CheckpointError: a tensor is missing, or one was changed after the conversion.
+        """
+        names = {key: key for key in tensors if key not in self.omitted} | self.renamed
+        missing = [key for key in names.values() if key not in tensors]
+        if missing:
+            raise CheckpointError(f"the converted file lacks {missing[0]}")
+        restored = {name: tensors[key] for name, key in names.items()}
+        if digest(restored) != self.digest:
+            raise CheckpointError(
+                "the weights in this file are not those that were converted: they were changed "
+                "since, so the original cannot be restored from them"
+            )
+        return restored
+
+    def to_json(self) -> str:
+        """As text for a header."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Inverse of `to_json`; raises CheckpointError for anything else."""
+        try:
+            data: dict[str, Any] = json.loads(text)
+            tuples = {name: tuple(data[name]) for name in ("files", "omitted", "lost")}
+            return cls(**{**data, **tuples})
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise CheckpointError(
+                f"what the file says of its source is damaged: {error}"
+            ) from error
+
+
+class _Finder:
+    """Finds a tensor of the source among stored ones: by name, by identity, then by value."""
+
+    def __init__(self, stored: Mapping[str, Tensor]) -> None:
+        self._stored = stored
+        self._by_identity = {id(stored[name]): name for name in reversed(list(stored))}
+        self._by_value: dict[str, str] | None = None
+
+    def name_of(self, name: str, tensor: Tensor) -> str | None:
+        own = self._stored.get(name)
+        if own is tensor or equal_bits(own, tensor):
+            return name
+        if id(tensor) in self._by_identity:
+            return self._by_identity[id(tensor)]
+        if self._by_value is None:  # only models that rename their tensors come here
+            self._by_value = {
+                _fingerprint(self._stored[name]): name for name in reversed(list(self._stored))
+            }
+        return self._by_value.get(_fingerprint(tensor))
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """A hash over names, dtypes, shapes and bytes."""
+    total = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        total.update(f"{name} {_fingerprint(tensors[name])}\n".encode())
+    return total.hexdigest()
+
+
+def _fingerprint(tensor: Tensor) -> str:
+    value = hashlib.blake2b(bytes_of(tensor).numpy().data, digest_size=16)
+    return f"{tensor.dtype} {list(tensor.shape)} {value.hexdigest()}"

@@ -1,0 +1,150 @@
+"""What `convert` and `inspect` say about what they did."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import FlashBiasError
+from .exit_codes import ExitCode
+from .output import Output, print_error
+from .reports import write_report
+
+if TYPE_CHECKING:  # these import torch, which takes seconds: not before the options are known
+    from ..checkpoint import Conversion
+    from ..plan import Plan
+    from ..verification import Verification
+    from .conversion import Request
+    from .pictures import Pictures
+
+
+def tell(
+    request: Request,
+    output: Output,
+    done: Conversion,
+    seconds: float,
+    verification: Verification | None = None,
+    pictures: Pictures | None = None,
+) -> None:
+    """Show what was done, and write the report.
+
+    Args:
+        request: what was asked for.
+        output: where to.
+        done: what was done.
+        seconds: how long it took.
+        verification: of the file that was written, if one was asked for.
+        pictures: what was drawn.
+    """
+    from .tables import notes, reasons, site_table, summary
+
+    def data() -> dict[str, Any]:
+        drawn = {} if pictures is None else pictures.to_json()
+        return _data(request, done, seconds, verification) | drawn
+
+    for note in done.notes:
+        output.note(f"note: {note}")
+    output.result(
+        data,
+        f"{done.source}: {done.architecture}{_origin(done)}",
+        site_table(done.plan, output.width),
+        *(reasons(done.plan) if request.verbose else ()),
+        *notes(done.plan),
+        summary(done.plan, dry_run=request.dry_run),
+        *_verified(verification, output),
+        *(pictures.lines() if pictures is not None else ()),
+        *_how_to_go_on(request, done),
+    )
+    write_report(request.report, data, request.force)
+
+
+def tell_failure(request: Request, output: Output, plan: Plan, error: FlashBiasError) -> None:
+    """Show a plan that came to nothing; the error itself is told by the caller."""
+    from .tables import notes, reasons, site_table
+
+    found: Any = getattr(error, "verification", None)
+    if not request.as_json:
+        why = reasons(plan) if request.verbose else ()
+        output.result(
+            dict, site_table(plan, output.width), *why, *notes(plan), *_verified(found, output)
+        )
+    told: dict[str, Any] = {"plan": plan.to_json()}
+    if found is not None:
+        told["verification"] = found.to_json()
+    error.told = told  # type: ignore[attr-defined]
+    write_report(request.report, lambda: {"error": str(error), **told}, request.force)
+
+
+def _verified(found: Verification | None, output: Output) -> list[Any]:
+    if found is None:
+        return []
+    from .verdicts import verification_lines
+
+    return verification_lines(found, output.width)
+
+
+def tell_failed_sites(request: Request, plan: Plan) -> None:
+    """One line on stderr, if sites failed."""
+    failed = plan.with_status("failed")
+    if not failed:
+        return
+    stayed = "would stay" if request.dry_run else "stayed"
+    which = "; ".join(f"{site.name}: {site.reason}" for site in failed[:3])
+    more = f"; and {len(failed) - 3} more" if len(failed) > 3 else ""
+    count = f"{len(failed)} of {len(plan.sites)} sites failed"
+    print_error(f"{count} and {stayed} as they were: {which}{more}")
+
+
+def _origin(done: Conversion) -> str:
+    known = done.architecture.origin
+    return "" if known == "the caller" else f" (from {known})"
+
+
+def _how_to_go_on(request: Request, done: Conversion) -> list[str]:
+    if done.output is None:
+        return [f"nothing was written; to convert: flashbias-convert {_quoted(request.checkpoint)}"]
+    arch = ", arch=..." if done.architecture.library == "caller" else ""
+    if done.architecture.factory is not None:
+        arch = f", arch={done.architecture.name.rpartition(':')[2]}"
+    return [
+        f"wrote {done.output} ({_megabytes(done.output)}) and {done.plan_file}",
+        "to load it:",
+        "    from flashbias_convert import load_model",
+        f'    model = load_model("{done.output}"{arch})',
+    ]
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))
+
+
+def _megabytes(path: Path) -> str:
+    files = path.iterdir() if path.is_dir() else [path]
+    return f"{sum(f.stat().st_size for f in files) / 1e6:.1f} MB"
+
+
+def _data(
+    request: Request, done: Conversion, seconds: float, verification: Verification | None
+) -> dict[str, Any]:
+    data = {
+        "command": request.command,
+        "dry_run": request.dry_run,
+        "input": str(done.source),
+        "output": None if done.output is None else str(done.output),
+        "plan_file": None if done.plan_file is None else str(done.plan_file),
+        "architecture": str(done.architecture),
+        "notes": list(done.notes),
+        "counts": done.plan.counts(),
+        "seconds": round(seconds, 3),
+        "exit_code": int(exit_code(done.plan)),
+        "plan": done.plan.to_json(),
+    }
+    if verification is not None:
+        data["verification"] = verification.to_json()
+    return data
+
+
+def exit_code(plan: Plan) -> ExitCode:
+    """DONE, or PARTLY where sites failed."""
+    return ExitCode.PARTLY if plan.with_status("failed") else ExitCode.DONE

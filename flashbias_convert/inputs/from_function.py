@@ -1,0 +1,61 @@
+"""Inputs from a function of the user."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import UsageError
+from .batch import Batch, Inputs, as_batch
+
+
+def function_inputs(model: nn.Module, function: str | Callable[..., Any], samples: int) -> Inputs:
+    """What a function makes of a model: one call, or an iterable of calls (see `as_batch`).
+
+    Args:
+        model: passed to the function, which may look at its sizes.
+        function: or "package.module:function", which is imported.
+        samples: no further call is taken once there are so many.
+
+    Raises:
+        UsageError: it cannot be imported, is no function, or returns something else.
+    """
+    name = function if isinstance(function, str) else getattr(function, "__qualname__", "function")
+    call = _import(function) if isinstance(function, str) else function
+    made = call(model)
+    calls = [made] if isinstance(made, Batch | Tensor | tuple | dict) else made
+    try:
+        iterator = iter(calls)
+    except TypeError as error:
+        raise UsageError(
+            f"{name} must return inputs or an iterable of them, got {type(made).__name__}"
+        ) from error
+
+    def batches() -> Iterator[Batch]:
+        taken = 0
+        while taken < samples:
+            value = next(iterator, None)
+            if value is None:
+                return
+            batch = as_batch(value)
+            taken += batch.size
+            yield batch
+
+    return Inputs(batches(), f"the inputs of {name}")
+
+
+def _import(name: str) -> Callable[..., Any]:
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        raise UsageError(f"cannot import {module}: {error}") from error
+    except AttributeError as error:
+        raise UsageError(f"module {module} has no {attribute!r}") from error
+    if not callable(found):
+        raise UsageError(f"{name} is not a function")
+    result: Callable[..., Any] = found
+    return result
