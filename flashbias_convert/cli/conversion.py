@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # these import torch, which takes seconds: not before the opt
 
 _OTHER_REPORT = "choose another name for --report"
 #: never the name of a report: a slip must not cost a checkpoint
-_WEIGHTS = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
+_WEIGHTS = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".tar", ".mdlus")
 
 
 @dataclass(frozen=True)

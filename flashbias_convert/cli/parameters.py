@@ -35,7 +35,7 @@ CheckpointArg = Annotated[
     Path,
     typer.Argument(
         metavar="CHECKPOINT",
-        help="A .safetensors .ckpt .pt .pth .bin file, an index of shards, or a folder.",
+        help="A .safetensors .ckpt .pt .pth .bin .mdlus file, an index of shards, or a folder.",
         show_default=False,
         readable=False,  # the reader says it better
     ),
