@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DecompositionError, NothingToConvertError
-from ..options import DecomposeOptions
+from ..options import DecomposeOptions, shard_bytes
 from ..plan import Plan
 from ..recipe import Recipe
 from .architecture import Architecture, ArchLike
 from .open import OpenedModel, open_model
-from .outputs import WEIGHTS_NAME, check_output, output_path, plan_path
+from .outputs import WEIGHTS_NAME, check_output, is_folder, output_path, plan_path
 from .write import write_file, write_folder
 
 Progress = Callable[[int, int, str], None]
@@ -60,6 +60,7 @@ def convert_checkpoint(
     dtype: torch.dtype | None = None,
     dry_run: bool = False,
     force: bool = False,
+    max_shard_size: int | str | None = None,
     progress: Progress | None = None,
     on_plan: Callable[[Plan], None] | None = None,
 ) -> Conversion:
@@ -78,6 +79,9 @@ def convert_checkpoint(
             the input, whatever this is.
         dry_run: plan only; nothing is written.
         force: replace an existing output of ours.
+        max_shard_size: largest file of weights, such as "5GB" or a number of bytes. The output is
+            then a folder, also for a file; it holds shards and their index, or one file if the
+            weights fit. Default: one file of any size.
         progress: called with (done, total, name) after each site.
         on_plan: called with the plan before anything is written, and also when nothing will be.
 
@@ -89,7 +93,9 @@ def convert_checkpoint(
         DecompositionError: every site that was tried failed; nothing is written.
     """
     source = Path(path)
-    target = output_path(source, None if output is None else Path(output))
+    max_bytes = None if max_shard_size is None else shard_bytes(max_shard_size)
+    wanted = None if output is None else Path(output)
+    target = output_path(source, wanted, sharded=max_bytes is not None)
     if not dry_run and source.exists():
         check_output(target, source, force)  # before the work, not after it
     opened = open_model(source, arch=arch, arch_args=arch_args, device=device, dtype=dtype)
@@ -106,7 +112,7 @@ def convert_checkpoint(
         on_plan(plan)
     require_patched(plan)
     if not dry_run:
-        _write(opened, target, plan, force)
+        _write(opened, target, plan, force, max_bytes)
     return Conversion(
         source=source,
         architecture=opened.architecture,
@@ -156,14 +162,25 @@ def _weights(target: Path) -> Path:
     return target if target.suffix == ".safetensors" else target / WEIGHTS_NAME
 
 
-def _write(opened: OpenedModel, target: Path, plan: Plan, force: bool) -> None:
+def _write(
+    opened: OpenedModel, target: Path, plan: Plan, force: bool, max_bytes: int | None
+) -> None:
     tensors = stored_state(opened)
     metadata = opened.checkpoint.metadata
     if target.suffix == ".safetensors":
         write_file(target, tensors, plan, force=force, metadata=metadata)
-    else:
-        folder = opened.checkpoint.folder
-        write_folder(target, tensors, plan, source=folder, force=force, metadata=metadata)
+        return
+    # what lies beside a file is not its own
+    source = opened.checkpoint.folder if is_folder(opened.checkpoint.path) else None
+    write_folder(
+        target,
+        tensors,
+        plan,
+        source=source,
+        force=force,
+        metadata=metadata,
+        max_bytes=max_bytes,
+    )
 
 
 def stored_state(opened: OpenedModel) -> dict[str, Tensor]:

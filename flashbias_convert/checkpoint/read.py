@@ -96,12 +96,26 @@ def _read_all(found: WeightFiles) -> _Parts:
     if found.weight_map is None:
         return _read_file(found.files[0])
     tensors: dict[str, Tensor] = {}
+    metadata: dict[str, str] = {}
+    notes: list[str] = []
     for file in found.files:
-        shard, _, _, _ = _read_file(file)
+        shard, header, _, own_notes = _read_file(file)
         wanted = [key for key, where in found.weight_map.items() if where == file]
         _require_keys(wanted, shard, file)
         tensors.update({key: shard[key] for key in wanted})
-    return tensors, {}, {}, []
+        if file != found.files[0] and _ours(header) != _ours(metadata):
+            raise CheckpointError(
+                f"{file.name} and {found.files[0].name} are of different conversions",
+                "convert the original again",
+            )
+        metadata = metadata or header
+        notes += [note for note in own_notes if note not in notes]
+    return tensors, metadata, {}, notes
+
+
+def _ours(header: dict[str, str]) -> dict[str, str]:
+    """What a conversion wrote into a header; every shard has the same."""
+    return {key: text for key, text in header.items() if key.startswith("flashbias_convert.")}
 
 
 def _require_keys(keys: Iterable[str], shard: dict[str, Tensor], file: Path) -> None:

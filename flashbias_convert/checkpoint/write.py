@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -17,7 +18,8 @@ from ..errors import CheckpointError
 from ..plan import Plan
 from .files import INDEX_SUFFIX, SUFFIXES, check_inside
 from .header import PLAN_KEY, TIED_KEY, VERSION_KEY
-from .outputs import WEIGHTS_NAME, check_output, plan_path
+from .outputs import WEIGHTS_NAME, check_folder, check_output, plan_path
+from .shards import split
 from .staging import Staging
 
 #: weights of other frameworks; a converted folder holds one set of weights
@@ -45,13 +47,12 @@ def write_file(
         UsageError: a file exists, or its folder cannot be written.
         CheckpointError: the disk is full, or what was written does not read back equal.
     """
-    with Staging(force) as staging:
+    stored, header = _prepared(tensors, plan, metadata)
+    with Staging(force) as staging, _telling(path):
         weights, sidecar = staging.add(path), staging.add(plan_path(path))
-        _write_pair(weights, sidecar, tensors, plan, metadata or {}, path)
-        try:
-            staging.commit()
-        except OSError as error:
-            raise _failed(path, error) from error
+        _write_sidecar(sidecar, plan)
+        _write_weights(weights, stored, header, sidecar.stat().st_mode)
+        staging.commit()
 
 
 def write_folder(
@@ -59,50 +60,74 @@ def write_folder(
     tensors: Mapping[str, Tensor],
     plan: Plan,
     *,
-    source: Path,
+    source: Path | None = None,
     force: bool = False,
     metadata: Mapping[str, str] | None = None,
+    max_bytes: int | None = None,
 ) -> None:
     """Like `write_file`, but a folder with ``model.safetensors`` and the configs of `source`.
 
-    Weights and indexes of `source` are left out, so that none is taken for the converted ones.
+    Args:
+        folder: what to make.
+        tensors, plan, force, metadata: as for `write_file`.
+        source: a folder whose small files are copied. Its weights and indexes are left out, so
+            that none is taken for the converted ones.
+        max_bytes: largest file of weights; where they are more, they are written in shards
+            (``model-00001-of-00002.safetensors``), and at last the index that lists them.
     """
-    check_output(folder, source, force)
-    with Staging(force) as staging:
+    if source is None:
+        check_folder(folder, force)
+    else:
+        check_output(folder, source, force)
+    stored, header = _prepared(tensors, plan, metadata)
+    with Staging(force) as staging, _telling(folder):
         temporary = staging.add(folder)
-        try:
-            temporary.mkdir()
+        temporary.mkdir()
+        if source is not None:
             _copy_small_files(source, temporary)
-        except OSError as error:
-            raise _failed(folder, error) from error
-        weights = temporary / WEIGHTS_NAME
-        _write_pair(weights, plan_path(weights), tensors, plan, metadata or {}, folder)
-        try:
-            staging.commit()
-        except OSError as error:
-            raise _failed(folder, error) from error
+        sidecar = plan_path(temporary / WEIGHTS_NAME)
+        _write_sidecar(sidecar, plan)
+        files = split(stored, max_bytes)
+        for name, keys in files.files.items():
+            own = {key: stored[key] for key in keys}
+            _write_weights(temporary / name, own, header, sidecar.stat().st_mode)
+        files.write_index(temporary)
+        staging.commit()
 
 
-def _write_pair(
-    weights: Path,
-    sidecar: Path,
-    tensors: Mapping[str, Tensor],
-    plan: Plan,
-    metadata: Mapping[str, str],
-    final: Path,
-) -> None:
+def _prepared(
+    tensors: Mapping[str, Tensor], plan: Plan, metadata: Mapping[str, str] | None
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What is stored, and the header of every file of it."""
     stored, tied = prepare(tensors)
-    header = {**metadata, "format": "pt", VERSION_KEY: __version__}
+    header = {**(metadata or {}), "format": "pt", VERSION_KEY: __version__}
     header[PLAN_KEY] = json.dumps(plan.to_json())
     if tied:
         header[TIED_KEY] = json.dumps(tied)
+    return stored, header
+
+
+def _write_sidecar(path: Path, plan: Plan) -> None:
+    path.write_text(json.dumps(plan.to_json(), indent=2) + "\n", encoding="utf-8")
+
+
+def _write_weights(
+    path: Path, tensors: dict[str, Tensor], header: dict[str, str], mode: int
+) -> None:
+    save_file(tensors, path, metadata=header)
+    path.chmod(mode)  # safetensors makes private files
+    compare(path, tensors, header)
+
+
+@contextmanager
+def _telling(target: Path) -> Iterator[None]:
+    """Say in one line that writing `target` failed."""
     try:
-        save_file(stored, weights, metadata=header)
-        sidecar.write_text(json.dumps(plan.to_json(), indent=2) + "\n", encoding="utf-8")
-        weights.chmod(sidecar.stat().st_mode)  # safetensors makes private files
-        compare(weights, stored, header)
+        yield
     except (OSError, SafetensorError) as error:
-        raise _failed(final, error) from error
+        reason = getattr(error, "strerror", None) or str(error)
+        message = f"writing failed, nothing was kept: {reason}"
+        raise CheckpointError(message, f"target: {target}") from error
 
 
 def prepare(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -172,8 +197,3 @@ def _copy_small_files(source: Path, folder: Path) -> None:
             continue
         check_inside(path, source)
         shutil.copyfile(path, folder / path.name)
-
-
-def _failed(path: Path, error: Exception) -> CheckpointError:
-    reason = getattr(error, "strerror", None) or str(error)
-    return CheckpointError(f"writing failed, nothing was kept: {reason}", f"target: {path}")

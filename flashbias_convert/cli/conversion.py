@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import FlashBiasError, UsageError
-from ..options import DecomposeOptions
+from ..options import DecomposeOptions, shard_bytes
 from .exit_codes import ExitCode
 from .output import Output, print_error
 from .values import json_object, load_recipes, torch_device
@@ -34,6 +34,7 @@ class Request:
     command: str
     checkpoint: Path
     output: Path | None
+    max_shard_size: str | None
     options: Mapping[str, Any]
     include: tuple[str, ...]
     exclude: tuple[str, ...]
@@ -58,6 +59,8 @@ def run_conversion(request: Request) -> int:
             report written, and the error carries the plan as JSON in `plan`.
     """
     options = DecomposeOptions(**request.options)
+    if request.max_shard_size is not None:
+        shard_bytes(request.max_shard_size)  # refused before torch is imported
     arch_args = json_object(request.arch_args)
     _check_report(request)
     output = Output(request.as_json, request.quiet, request.verbose)
@@ -105,6 +108,7 @@ def _convert(
             dtype=None if request.dtype is None else getattr(torch, request.dtype),
             dry_run=request.dry_run,
             force=request.force,
+            max_shard_size=request.max_shard_size,
             progress=progress,
             on_plan=on_plan,
         )
@@ -117,7 +121,8 @@ def _check_report(request: Request) -> None:
     from ..checkpoint.outputs import is_folder, output_path, plan_path
 
     report, source = request.report.resolve(), request.checkpoint.resolve()
-    output = output_path(request.checkpoint, request.output).resolve()
+    sharded = request.max_shard_size is not None
+    output = output_path(request.checkpoint, request.output, sharded=sharded).resolve()
     if report.is_dir() or (report.exists() and not report.is_file()):
         raise UsageError(f"the report {request.report} is not a file", _OTHER_REPORT)
     if not report.parent.is_dir():
@@ -127,7 +132,7 @@ def _check_report(request: Request) -> None:
     if source.is_dir() and report.is_relative_to(source):
         raise UsageError(f"the report would change the input {source}", _OTHER_REPORT)
     if report in (output, plan_path(output)) or (
-        is_folder(request.checkpoint) and report.is_relative_to(output)
+        (sharded or is_folder(request.checkpoint)) and report.is_relative_to(output)
     ):
         raise UsageError(f"the report would overwrite the output {output}", _OTHER_REPORT)
     if report.name == "config.json" or report.suffix in _WEIGHTS:

@@ -200,6 +200,16 @@ OutputOpt = Annotated[
         show_default=False,
     ),
 ]
+ShardSizeOpt = Annotated[
+    str | None,
+    typer.Option(
+        "--max-shard-size",
+        metavar="SIZE",
+        help="Write a folder with files of at most this size, such as 5GB, and an index.",
+        rich_help_panel=_OUT,
+        show_default=False,
+    ),
+]
 ForceOpt = Annotated[
     bool,
     typer.Option("--force", metavar="", help="Replace an existing output.", rich_help_panel=_OUT),
