@@ -36,16 +36,13 @@ class Split:
         path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def split(tensors: Mapping[str, Tensor], max_bytes: int | None) -> Split:
+def split(tensors: Mapping[str, Tensor], max_bytes: int) -> Split:
     """Spread tensors over files, in order.
 
     Args:
         tensors: tensors that share no memory.
-        max_bytes: largest file; one tensor that is larger gets a file of its own. None for one
-            file.
+        max_bytes: largest file; one tensor that is larger gets a file of its own.
     """
-    if max_bytes is None:
-        return Split({WEIGHTS_NAME: list(tensors)}, sum(t.nbytes for t in tensors.values()))
     from huggingface_hub import split_torch_state_dict_into_shards
 
     # without values: views of one memory map would count as one tensor

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -47,12 +46,13 @@ def write_file(
         UsageError: a file exists, or its folder cannot be written.
         CheckpointError: the disk is full, or what was written does not read back equal.
     """
-    stored, header = _prepared(tensors, plan, metadata)
-    with Staging(force) as staging, _telling(path):
+    with Staging(force) as staging:
         weights, sidecar = staging.add(path), staging.add(plan_path(path))
-        _write_sidecar(sidecar, plan)
-        _write_weights(weights, stored, header, sidecar.stat().st_mode)
-        staging.commit()
+        _write_pair(weights, sidecar, tensors, plan, metadata or {}, path)
+        try:
+            staging.commit()
+        except OSError as error:
+            raise _failed(path, error) from error
 
 
 def write_folder(
@@ -79,55 +79,74 @@ def write_folder(
         check_folder(folder, force)
     else:
         check_output(folder, source, force)
-    stored, header = _prepared(tensors, plan, metadata)
-    with Staging(force) as staging, _telling(folder):
+    with Staging(force) as staging:
         temporary = staging.add(folder)
-        temporary.mkdir()
-        if source is not None:
-            _copy_small_files(source, temporary)
-        sidecar = plan_path(temporary / WEIGHTS_NAME)
-        _write_sidecar(sidecar, plan)
-        files = split(stored, max_bytes)
-        for name, keys in files.files.items():
-            own = {key: stored[key] for key in keys}
-            _write_weights(temporary / name, own, header, sidecar.stat().st_mode)
-        files.write_index(temporary)
-        staging.commit()
+        try:
+            temporary.mkdir()
+            if source is not None:
+                _copy_small_files(source, temporary)
+        except OSError as error:
+            raise _failed(folder, error) from error
+        weights = temporary / WEIGHTS_NAME
+        if max_bytes is None:
+            _write_pair(weights, plan_path(weights), tensors, plan, metadata or {}, folder)
+        else:
+            _write_shards(weights, tensors, plan, metadata or {}, folder, max_bytes)
+        try:
+            staging.commit()
+        except OSError as error:
+            raise _failed(folder, error) from error
 
 
-def _prepared(
-    tensors: Mapping[str, Tensor], plan: Plan, metadata: Mapping[str, str] | None
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """What is stored, and the header of every file of it."""
+def _write_pair(
+    weights: Path,
+    sidecar: Path,
+    tensors: Mapping[str, Tensor],
+    plan: Plan,
+    metadata: Mapping[str, str],
+    final: Path,
+) -> None:
     stored, tied = prepare(tensors)
-    header = {**(metadata or {}), "format": "pt", VERSION_KEY: __version__}
+    header = _header(plan, tied, metadata)
+    try:
+        save_file(stored, weights, metadata=header)
+        sidecar.write_text(json.dumps(plan.to_json(), indent=2) + "\n", encoding="utf-8")
+        weights.chmod(sidecar.stat().st_mode)  # safetensors makes private files
+        compare(weights, stored, header)
+    except (OSError, SafetensorError) as error:
+        raise _failed(final, error) from error
+
+
+def _write_shards(
+    weights: Path,
+    tensors: Mapping[str, Tensor],
+    plan: Plan,
+    metadata: Mapping[str, str],
+    final: Path,
+    max_bytes: int,
+) -> None:
+    stored, tied = prepare(tensors)
+    header = _header(plan, tied, metadata)  # each shard has it, so that strangers are noticed
+    found = split(stored, max_bytes)
+    sidecar = plan_path(weights)
+    try:
+        sidecar.write_text(json.dumps(plan.to_json(), indent=2) + "\n", encoding="utf-8")
+        for name, keys in found.files.items():
+            own, path = {key: stored[key] for key in keys}, weights.with_name(name)
+            save_file(own, path, metadata=header)
+            path.chmod(sidecar.stat().st_mode)
+            compare(path, own, header)
+        found.write_index(weights.parent)
+    except (OSError, SafetensorError) as error:
+        raise _failed(final, error) from error
+
+
+def _header(plan: Plan, tied: Mapping[str, str], metadata: Mapping[str, str]) -> dict[str, str]:
+    header = {**metadata, "format": "pt", VERSION_KEY: __version__}
     header[PLAN_KEY] = json.dumps(plan.to_json())
     if tied:
         header[TIED_KEY] = json.dumps(tied)
-    return stored, header
-
-
-def _write_sidecar(path: Path, plan: Plan) -> None:
-    path.write_text(json.dumps(plan.to_json(), indent=2) + "\n", encoding="utf-8")
-
-
-def _write_weights(
-    path: Path, tensors: dict[str, Tensor], header: dict[str, str], mode: int
-) -> None:
-    save_file(tensors, path, metadata=header)
-    path.chmod(mode)  # safetensors makes private files
-    compare(path, tensors, header)
-
-
-@contextmanager
-def _telling(target: Path) -> Iterator[None]:
-    """Say in one line that writing `target` failed."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        message = f"writing failed, nothing was kept: {reason}"
-        raise CheckpointError(message, f"target: {target}") from error
+    return header
 
 
 def prepare(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -197,3 +216,8 @@ def _copy_small_files(source: Path, folder: Path) -> None:
             continue
         check_inside(path, source)
         shutil.copyfile(path, folder / path.name)
+
+
+def _failed(path: Path, error: Exception) -> CheckpointError:
+    reason = getattr(error, "strerror", None) or str(error)
+    return CheckpointError(f"writing failed, nothing was kept: {reason}", f"target: {path}")

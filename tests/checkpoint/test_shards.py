@@ -152,8 +152,8 @@ def test_views_of_one_memory_are_counted_apart() -> None:
     whole = torch.zeros(100)
     parts = {str(i): whole[10 * i : 10 * i + 10] for i in range(10)}
     assert len(split(parts, 80).files) == 5
-    assert split(parts, None).files == {"model.safetensors": list(parts)}
-    assert split(parts, 80).total == split(parts, None).total == 400
+    assert split(parts, 400).files == {"model.safetensors": list(parts)}
+    assert split(parts, 80).total == split(parts, 400).total == 400
 
 
 # -- failures ------------------------------------------------------------------------------
