@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
@@ -12,6 +13,7 @@ from .errors import UsageError
 Method = Literal["auto", "exact", "svd", "neural"]
 #: card classes that can be named as `DecomposeOptions.target`
 TARGETS = ("a100", "h100", "h200")
+_SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 @dataclass(frozen=True)
@@ -81,3 +83,16 @@ class DecomposeOptions:
         if unknown:
             raise UsageError(f"unknown options {sorted(unknown)}, known are {sorted(known)}")
         return cls(**data)
+
+
+def shard_bytes(size: int | str) -> int:
+    """Bytes in a size such as ``5GB`` (also KB, MB, TB), or a number of bytes.
+
+    Raises:
+        UsageError: neither, or nothing at all.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]B)", str(size).strip().upper())
+    number = int(float(found[1]) * _SIZE_UNITS[found[2]]) if found else size
+    if type(number) is not int or number < 1:
+        raise UsageError(f"cannot read the size of a shard {size!r}", "write for instance 5GB")
+    return number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping
 
@@ -9,6 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
+from .views import View, views, with_owner
+
+logger = logging.getLogger(__name__)
 
 _QUANTISED = tuple(
     getattr(torch, name)
@@ -21,28 +25,47 @@ def align(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """The tensors under the keys of ``model.state_dict()``, exactly those.
 
     Names are taken as they are, or else mapped by the model's own library (timm knows the layouts
-    of its models' first authors). A tensor that the model ties to another may be absent.
+    of its models' first authors), or without the name under which a training wrapper holds the
+    model, such as ``model.`` beside ``loss.``. A tensor that the model ties to another may be
+    absent.
 
     Raises:
         CheckpointError: keys, shapes or kinds of dtype that do not fit.
     """
-    target = model.state_dict()
-    candidates = [dict(tensors), *_remapped(tensors, model)]
-    completed = [_fill_tied(found, target) for found in candidates]
-    for found in completed:
-        if found.keys() == target.keys():
-            _check(found, target)
-            return {key: found[key] for key in target}
-    raise _misfit(max(completed, key=lambda c: len(c.keys() & target.keys())), target)
+    found, view = _find(tensors, model)
+    if view.rest:
+        logger.warning(
+            "took the tensors under %r; %d others are not part of the model: %s",
+            view.prefix,
+            len(view.rest),
+            _some(list(view.rest)),
+        )
+    return found
 
 
 def fits(tensors: Mapping[str, Tensor], model: nn.Module) -> bool:
     """Whether `align` would succeed; nothing is resized to make it fit."""
     try:
-        align(tensors, model)
+        _find(tensors, model)
     except CheckpointError:
         return False
     return True
+
+
+def _find(tensors: Mapping[str, Tensor], model: nn.Module) -> tuple[dict[str, Tensor], View]:
+    target = model.state_dict()
+    distinct = len({_identity(tensor) for tensor in target.values()})
+    tried: list[dict[str, Tensor]] = []
+    for view in views(tensors, at_least=distinct):
+        owned = with_owner(view.tensors, target)
+        candidates = [view.tensors, *_remapped(view.tensors, model)]
+        for candidate in candidates + ([owned.tensors] if owned else []):
+            found = _fill_tied(candidate, target)
+            if found.keys() == target.keys():
+                _check(found, target)
+                return {key: found[key] for key in target}, view
+            tried.append(found)
+    raise _misfit(max(tried, key=lambda c: len(c.keys() & target.keys())), target)
 
 
 def _remapped(tensors: Mapping[str, Tensor], model: nn.Module) -> list[dict[str, Tensor]]:

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DecompositionError, NothingToConvertError
-from ..options import DecomposeOptions
+from ..options import DecomposeOptions, shard_bytes
 from ..plan import Plan
 from ..recipe import Recipe
 from .architecture import Architecture, ArchLike
 from .open import OpenedModel, open_model
 from .origin import SOURCE_KEY, Origin
-from .outputs import WEIGHTS_NAME, check_output, output_path, plan_path
+from .outputs import WEIGHTS_NAME, check_output, is_folder, output_path, plan_path
 from .write import Check, write_file, write_folder
 
 Progress = Callable[[int, int, str], None]
@@ -61,6 +61,7 @@ def convert_checkpoint(
     dtype: torch.dtype | None = None,
     dry_run: bool = False,
     force: bool = False,
+    max_shard_size: int | str | None = None,
     progress: Progress | None = None,
     on_plan: Callable[[Plan, nn.Module], None] | None = None,
     check: Check | None = None,
@@ -80,6 +81,9 @@ def convert_checkpoint(
             the input, whatever this is.
         dry_run: plan only; nothing is written.
         force: replace an existing output of ours.
+        max_shard_size: largest file of weights, such as "5GB" or a number of bytes. The output is
+            then a folder, also for a file; it holds shards and their index, or one file if the
+            weights fit. Default: one file of any size.
         progress: called with (done, total, name) after each site.
         on_plan: called with the plan and the model before anything is written, and also when
             nothing will be.
@@ -94,7 +98,9 @@ def convert_checkpoint(
         DecompositionError: every site that was tried failed; nothing is written.
     """
     source = Path(path)
-    target = output_path(source, None if output is None else Path(output))
+    max_bytes = None if max_shard_size is None else shard_bytes(max_shard_size)
+    wanted = None if output is None else Path(output)
+    target = output_path(source, wanted, sharded=max_bytes is not None)
     if not dry_run and source.exists():
         check_output(target, source, force)  # before the work, not after it
     opened = open_model(source, arch=arch, arch_args=arch_args, device=device, dtype=dtype)
@@ -111,7 +117,7 @@ def convert_checkpoint(
         on_plan(plan, opened.model)
     require_patched(plan)
     if not dry_run:
-        _write(opened, target, plan, force, check)
+        _write(opened, target, plan, force, max_bytes, check)
     return Conversion(
         source=source,
         architecture=opened.architecture,
@@ -161,18 +167,33 @@ def _weights(target: Path) -> Path:
     return target if target.suffix == ".safetensors" else target / WEIGHTS_NAME
 
 
-def _write(opened: OpenedModel, target: Path, plan: Plan, force: bool, check: Check | None) -> None:
+def _write(
+    opened: OpenedModel,
+    target: Path,
+    plan: Plan,
+    force: bool,
+    max_bytes: int | None,
+    check: Check | None,
+) -> None:
     tensors = stored_state(opened)
     originals = {key: tensors[key] for key in opened.stored}
     origin = Origin.of(opened.checkpoint, originals)
     metadata = {**opened.checkpoint.metadata, SOURCE_KEY: origin.to_json()}
     if target.suffix == ".safetensors":
         write_file(target, tensors, plan, force=force, metadata=metadata, check=check)
-    else:
-        folder = opened.checkpoint.folder
-        write_folder(
-            target, tensors, plan, source=folder, force=force, metadata=metadata, check=check
-        )
+        return
+    # what lies beside a file is not its own
+    source = opened.checkpoint.folder if is_folder(opened.checkpoint.path) else None
+    write_folder(
+        target,
+        tensors,
+        plan,
+        source=source,
+        force=force,
+        metadata=metadata,
+        max_bytes=max_bytes,
+        check=check,
+    )
 
 
 def stored_state(opened: OpenedModel) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 
-SUFFIXES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
+SUFFIXES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".tar", ".mdlus")
 #: names that libraries give to the weights of a folder, the most trusted first
 PREFERRED = (
     "model.safetensors",

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from ..errors import CheckpointError, UnknownArchitectureError
 from .architecture import Architecture, ArchLike, as_architecture, from_config, pretrained_cfg_of
 from .header import plan_of
+from .mdlus import saved_class
 from .own_models import BUILT, TRANSFORMERS
 from .read import Checkpoint
 from .signature import candidates, with_num_classes
+from .training_config import from_training
 
 _HINT = "name it with --arch timm:NAME or --arch package.module:function"
 
@@ -37,7 +38,7 @@ def identify(
     """
     if arch is not None and not _is_told_by_its_config(arch, checkpoint):
         return with_num_classes(as_architecture(arch, args), checkpoint.tensors)
-    found = _from_plan(checkpoint) or _from_config_file(checkpoint) or _from_training(checkpoint)
+    found = _from_plan(checkpoint) or _from_config_file(checkpoint) or from_training(checkpoint)
     if found is None:
         found = _from_tensors(checkpoint)
     return as_architecture(found, args)
@@ -98,50 +99,16 @@ def _is_name(name: Any) -> bool:
     return isinstance(name, str) and bool(name)
 
 
-def _from_training(checkpoint: Checkpoint) -> Architecture | None:
-    """From what timm's training script saves: ``arch`` and ``args``; or from header metadata."""
-    origin = f"the training arguments in {checkpoint.path}"
-    given = checkpoint.extras.get("args") or {}
-    options = given if isinstance(given, Mapping) else vars(given)
-    name = options.get("model") or checkpoint.extras.get("arch") or _metadata_name(checkpoint)
-    if not isinstance(name, str) or not _is_timm_model(name):
-        return None
-    names = {"num_classes": "num_classes", "img_size": "img_size", "in_chans": "in_chans"}
-    args = {key: options[o] for key, o in names.items() if options.get(o) is not None}
-    args |= _model_kwargs(options.get("model_kwargs"))
-    arch = Architecture("timm", name, args, origin=origin)
-    return with_num_classes(arch, checkpoint.tensors)
-
-
-def _metadata_name(checkpoint: Checkpoint) -> str | None:
-    metadata = checkpoint.metadata
-    return metadata.get("architecture") or metadata.get("arch")
-
-
-def _model_kwargs(value: Any) -> dict[str, Any]:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            return {}
-    return dict(value) if isinstance(value, Mapping) else {}
-
-
-def _is_timm_model(name: str) -> bool:
-    import timm
-
-    return bool(timm.is_model(name))
-
-
 def _from_tensors(checkpoint: Checkpoint) -> Architecture:
     found = candidates(checkpoint.tensors)
     if len(found) == 1:
         return found[0]
     if not found:
+        says = "does not say which architecture it is for"
+        if "__module__" in checkpoint.extras:
+            says = f"is for {saved_class(checkpoint.extras)}, which is not built from a file"
         raise UnknownArchitectureError(
-            f"{checkpoint.path} does not say which architecture it is for, and its tensors fit "
-            "none that is known",
-            _HINT,
+            f"{checkpoint.path} {says}, and its tensors fit none that is known", _HINT
         )
     names = tuple(str(arch) for arch in found)
     raise UnknownArchitectureError(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, FlashBiasError, UnknownArchitectureError, UsageError
+from ..options import shard_bytes
 from ..plan import Plan, SitePlan
 from ..recipe import Recipe
 from ..terms import ScoreBias
@@ -21,10 +22,10 @@ from .header import require_plan, tied_of
 from .healthy import check_loaded
 from .live_plan import live_plan
 from .open import compute_dtype
-from .outputs import check_file
+from .outputs import check_file, check_folder
 from .read import read_checkpoint
 from .tied import untie_different
-from .write import write_file
+from .write import write_file, write_folder
 
 #: what terms of a damaged plan raise when they are built
 _DAMAGE = (ValueError, TypeError, AttributeError, LookupError, RuntimeError)
@@ -83,18 +84,22 @@ def save_model(
     plan: Plan | None = None,
     recipes: Iterable[Recipe] = (),
     force: bool = False,
+    max_shard_size: int | str | None = None,
 ) -> None:
     """Save a patched model as a converted file that `load_model` reads.
 
     Args:
         model: a patched model.
-        path: the file, ``*.safetensors``; a sidecar ``*.plan.json`` appears beside it.
+        path: the file, ``*.safetensors``; a sidecar ``*.plan.json`` appears beside it. With
+            `max_shard_size` a folder to make.
         arch: what the model was built from; default what timm or transformers remember of it. A
             function is not saved: `load_model` needs it again.
         plan: what `patch_model` returned, for its reasons and errors; default what the modules
             themselves know.
         recipes: recipes beside the installed ones.
         force: replace existing files.
+        max_shard_size: largest file of weights, such as "5GB" or a number of bytes; more are
+            written in shards with an index. Default: one file.
 
     Raises:
         UsageError: nothing is patched, a file exists, `plan` is for another model, or the
@@ -104,16 +109,21 @@ def save_model(
         CheckpointError: a tensor has no values (meta), or the disk is full.
     """
     path = Path(path)
-    if path.suffix != ".safetensors":
-        raise UsageError(f"the path {path} must end in .safetensors")
-    check_file(path, force)
+    max_bytes = None if max_shard_size is None else shard_bytes(max_shard_size)
+    if (path.suffix == ".safetensors") != (max_bytes is None):
+        must = "must end in .safetensors" if max_bytes is None else "is a folder, not a file"
+        raise UsageError(f"the path {path} {must}")
+    (check_file if max_bytes is None else check_folder)(path, force)
     built = as_architecture(arch) if arch is not None else architecture_of(model)
     saved = live_plan(model, plan, recipes)
     saved = dataclasses.replace(saved, arch=built.to_json() if built is not None else None)
     state = model.state_dict()
     if built is not None and built.factory is None:
         _require_built_alike(built, state, saved)
-    write_file(path, state, saved, force=force)
+    if max_bytes is None:
+        write_file(path, state, saved, force=force)
+    else:
+        write_folder(path, state, saved, force=force, max_bytes=max_bytes)
 
 
 def _require_built_alike(arch: Architecture, state: Mapping[str, Tensor], plan: Plan) -> None:

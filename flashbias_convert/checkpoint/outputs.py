@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from ..errors import UsageError
@@ -22,32 +23,40 @@ def is_folder(source: Path) -> bool:
     return source.is_dir() or source.name.endswith(INDEX_SUFFIX)
 
 
-def output_path(source: Path, output: Path | None) -> Path:
+def output_path(source: Path, output: Path | None, *, sharded: bool = False) -> Path:
     """Where to write the conversion of `source`.
 
     Args:
         source: the input, a file, an index or a folder.
         output: what the user asked for: a file ``*.safetensors``, a folder to write into, or None
             for ``NAME.flashbias.safetensors`` (a folder ``NAME.flashbias``) beside the input.
+        sharded: the output is a folder, whatever the input is.
 
     Raises:
         UsageError: a name of another kind.
     """
+    default = default_output(source, sharded=sharded)
     if output is None:
-        return default_output(source)
+        return default
     if output.suffix == _SUFFIX:
+        if sharded:
+            raise UsageError(
+                f"shards go into a folder, and {output} is a file", "leave out its .safetensors"
+            )
         return output
     if is_folder(source):
         return output
-    if output.is_dir():
-        return output / default_output(source).name
+    if output.is_dir() and not (sharded and _is_ours(output)):
+        return output / default.name
+    if sharded:
+        return output
     raise UsageError(f"the output {output} must end in {_SUFFIX}")
 
 
-def default_output(source: Path) -> Path:
+def default_output(source: Path, *, sharded: bool = False) -> Path:
     """``NAME.flashbias.safetensors`` beside a file, ``NAME.flashbias`` beside a folder."""
     if not is_folder(source):
-        return source.with_name(f"{source.stem}.flashbias{_SUFFIX}")
+        return source.with_name(f"{source.stem}.flashbias{'' if sharded else _SUFFIX}")
     folder = source if source.is_dir() else source.parent
     if folder.name in ("", ".."):  # "." has no name to extend
         folder = folder.resolve()
@@ -60,16 +69,20 @@ def check_output(output: Path, source: Path, force: bool) -> None:
     An input is never overwritten, and a folder is replaced only where an earlier conversion made
     it, whatever `force` says.
     """
-    output_is_file = output.suffix == _SUFFIX
     if same_file(output, source) or (source.is_dir() and same_file(output.parent, source)):
         raise UsageError(f"the output {output} would change the input", "choose another --output")
-    if output_is_file:
+    if output.suffix == _SUFFIX:
         check_file(output, force)
-        return
+    else:
+        check_folder(output, force)
+
+
+def check_folder(output: Path, force: bool) -> None:
+    """Raise UsageError if the folder `output` must not be made or replaced."""
     require_absent(output, force)
-    if output.is_dir() and not _is_ours(output):
+    if os.path.lexists(output) and not _is_ours(output):
         raise UsageError(
-            f"{output} is a folder that no conversion made, so it is not replaced",
+            f"{output} was made by no conversion, so it is not replaced",
             "choose another --output",
         )
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
-import logging
-import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
 from .files import WeightFiles, find_weight_files, read_json
+from .mdlus import is_mdlus, read_mdlus
+from .pickles import damaged, read_pickle
 from .unwrap import strip_lightning, strip_prefixes, unwrap
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,9 +46,10 @@ class Checkpoint:
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
-    """Read a checkpoint: ``.safetensors .ckpt .pt .pth .bin``, an index of shards, or a folder.
+    """Read a checkpoint: a file, an index of shards, or a folder.
 
-    Pickled files are read with ``weights_only=True``, always.
+    Files are safetensors, what `torch.save` writes (``.ckpt .pt .pth .bin``) and ``.mdlus``; their
+    first bytes decide. Pickled files are read with ``weights_only=True``, always.
 
     Raises:
         CheckpointError: missing, damaged, unsafe, without tensors, or with a shard missing.
@@ -63,7 +60,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     in_file = list(tensors)
     tensors = strip_prefixes(strip_lightning(strip_prefixes(tensors), extras))
     if not tensors:
-        raise CheckpointError(f"{path} holds no tensors")
+        raise CheckpointError(f"{path} holds no tensors", "; ".join(notes))
     config = found.folder / "config.json"
     return Checkpoint(
         path=path,
@@ -93,7 +90,7 @@ def read_metadata(path: str | Path) -> dict[str, str]:
         with safe_open(first, framework="pt") as file:
             return dict(file.metadata() or {})
     except (SafetensorError, OSError) as error:
-        raise _damaged(first, error) from error
+        raise damaged(first, error) from error
 
 
 _Parts = tuple[dict[str, Tensor], dict[str, str], dict[str, Any], list[str]]
@@ -103,12 +100,26 @@ def _read_all(found: WeightFiles) -> _Parts:
     if found.weight_map is None:
         return _read_file(found.files[0])
     tensors: dict[str, Tensor] = {}
+    metadata: dict[str, str] = {}
+    notes: list[str] = []
     for file in found.files:
-        shard, _, _, _ = _read_file(file)
+        shard, header, _, own_notes = _read_file(file)
         wanted = [key for key, where in found.weight_map.items() if where == file]
         _require_keys(wanted, shard, file)
         tensors.update({key: shard[key] for key in wanted})
-    return tensors, {}, {}, []
+        if file != found.files[0] and _ours(header) != _ours(metadata):
+            raise CheckpointError(
+                f"{file.name} and {found.files[0].name} are of different conversions",
+                "convert the original again",
+            )
+        metadata = metadata or header
+        notes += [note for note in own_notes if note not in notes]
+    return tensors, metadata, {}, notes
+
+
+def _ours(header: dict[str, str]) -> dict[str, str]:
+    """What a conversion wrote into a header; every shard has the same."""
+    return {key: text for key, text in header.items() if key.startswith("flashbias_convert.")}
 
 
 def _require_keys(keys: Iterable[str], shard: dict[str, Tensor], file: Path) -> None:
@@ -120,15 +131,20 @@ def _require_keys(keys: Iterable[str], shard: dict[str, Tensor], file: Path) -> 
 
 
 def _read_file(path: Path) -> _Parts:
-    if _format(path) == "safetensors":
+    kind = _format(path)
+    if kind == "safetensors":
         tensors, metadata = _read_safetensors(path)
         return tensors, metadata, {}, []
-    tensors, extras, notes = unwrap(_read_pickle(path))
-    return tensors, {}, extras, notes
+    if kind == "mdlus":
+        tensors, extras, notes = read_mdlus(path)
+        return tensors, {}, extras, notes
+    content, read_notes = read_pickle(path)
+    tensors, extras, notes = unwrap(content)
+    return tensors, {}, extras, notes + read_notes
 
 
 def _format(path: Path) -> str:
-    """ "safetensors" or "torch", from the first bytes; the suffix may be wrong."""
+    """ "safetensors", "torch" or "mdlus", from the content; the suffix may be wrong."""
     try:
         with path.open("rb") as file:
             head = file.read(9)
@@ -137,14 +153,16 @@ def _format(path: Path) -> str:
     if not head:
         raise CheckpointError(f"{path} is empty")
     if head.startswith(b"PK"):
-        return "torch"
+        return "mdlus" if is_mdlus(path) else "torch"
     if head[8:9] == b"{" or path.suffix == ".safetensors":
         return "safetensors"
     if head.startswith(b"\x80"):
         return "torch"
+    if is_mdlus(path):
+        return "mdlus"
     raise CheckpointError(
         f"{path} is neither a safetensors file nor one of torch.save",
-        "known suffixes are .safetensors .ckpt .pt .pth .bin",
+        "known suffixes are .safetensors .ckpt .pt .pth .bin .mdlus",
     )
 
 
@@ -155,45 +173,4 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
             return tensors, dict(file.metadata() or {})
     except (SafetensorError, OSError, RuntimeError, MemoryError) as error:
-        raise _damaged(path, error) from error
-
-
-def _read_pickle(path: Path) -> Any:
-    try:
-        return _torch_load(path)
-    except pickle.UnpicklingError as error:
-        raise _unsafe(path, error) from error
-    # the readers of a damaged archive raise nearly everything
-    except Exception as error:
-        raise _damaged(path, error) from error
-
-
-def _torch_load(path: Path) -> Any:
-    # timm's training checkpoints hold an argparse.Namespace, which runs no code
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as error:
-            if "mmap" not in str(error):
-                raise
-            logger.debug("%s cannot be memory-mapped: %s", path, error)
-            return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def _unsafe(path: Path, error: Exception) -> CheckpointError:
-    try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception:  # only says more about an error that is raised anyway
-        names = []
-    if not names:
-        return _damaged(path, error)
-    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    return CheckpointError(
-        f"{path} holds Python objects that could run code ({shown}); nothing was loaded",
-        "where you trust it, load it yourself and save model.state_dict()",
-    )
-
-
-def _damaged(path: Path, error: Exception) -> CheckpointError:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return CheckpointError(f"{path} is damaged or not a checkpoint: {lines[0][:200]}")
+        raise damaged(path, error) from error

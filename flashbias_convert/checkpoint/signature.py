@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,10 +86,16 @@ def with_num_classes(arch: Architecture, tensors: Mapping[str, Tensor]) -> Archi
         return arch
     # the second is the layout of the first authors, without timm's head module
     keys = [f"{classifier}.weight", f"{classifier.rpartition('.')[0] or classifier}.weight"]
-    heads = [tensors[k] for k in keys if k in tensors]
-    number = int(heads[0].shape[0]) if heads else 0
-    args: dict[str, Any] = {**arch.args, "num_classes": number}
+    args: dict[str, Any] = {**arch.args, "num_classes": _outputs_of(keys, tensors)}
     return Architecture("timm", arch.name, args, origin=arch.origin)
+
+
+def _outputs_of(keys: Sequence[str], tensors: Mapping[str, Tensor]) -> int:
+    """Rows of the first of these weights that is there, or lies under a prefix; 0 for none."""
+    ends = tuple("." + key for key in keys)
+    found = [tensors[k] for k in keys if k in tensors]
+    found += [tensor for name, tensor in tensors.items() if name.endswith(ends)]
+    return int(found[0].shape[0]) if found else 0
 
 
 def _saved_buffers(tensors: Mapping[str, Tensor], model: nn.Module) -> list[tuple[Tensor, Tensor]]:

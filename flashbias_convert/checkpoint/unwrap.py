@@ -9,8 +9,17 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 
-#: entries that hold the weights, averaged weights first, as in timm
-WRAPPERS = ("state_dict_ema", "model_ema", "ema", "state_dict", "model", "module")
+#: entries that hold the weights, averaged weights first, as in timm ("params" is of BasicSR)
+WRAPPERS = (
+    "state_dict_ema",
+    "model_ema",
+    "ema",
+    "params_ema",
+    "state_dict",
+    "model",
+    "module",
+    "params",
+)
 PREFIXES = ("module.", "_orig_mod.")
 _MAX_DEPTH = 5
 

@@ -17,7 +17,8 @@ from ..errors import CheckpointError
 from ..plan import Plan
 from .files import INDEX_SUFFIX, SUFFIXES, check_inside
 from .header import PLAN_KEY, TIED_KEY, VERSION_KEY
-from .outputs import WEIGHTS_NAME, check_output, plan_path
+from .outputs import WEIGHTS_NAME, check_folder, check_output, plan_path
+from .shards import split
 from .staging import Staging
 
 #: looks at what was written and raises if it must not be kept
@@ -67,25 +68,39 @@ def write_folder(
     tensors: Mapping[str, Tensor],
     plan: Plan,
     *,
-    source: Path,
+    source: Path | None = None,
     force: bool = False,
     metadata: Mapping[str, str] | None = None,
     check: Check | None = None,
+    max_bytes: int | None = None,
 ) -> None:
     """Like `write_file`, but a folder with ``model.safetensors`` and the configs of `source`.
 
-    Weights and indexes of `source` are left out, so that none is taken for the converted ones.
+    Args:
+        folder: what to make.
+        tensors, plan, force, metadata: as for `write_file`.
+        source: a folder whose small files are copied. Its weights and indexes are left out, so
+            that none is taken for the converted ones.
+        max_bytes: largest file of weights; where they are more, they are written in shards
+            (``model-00001-of-00002.safetensors``), and at last the index that lists them.
     """
-    check_output(folder, source, force)
+    if source is None:
+        check_folder(folder, force)
+    else:
+        check_output(folder, source, force)
     with Staging(force) as staging:
         temporary = staging.add(folder)
         try:
             temporary.mkdir()
-            copy_small_files(source, temporary)
+            if source is not None:
+                copy_small_files(source, temporary)
         except OSError as error:
             raise failed(folder, error) from error
         weights = temporary / WEIGHTS_NAME
-        _write_pair(weights, plan_path(weights), tensors, plan, metadata or {}, folder)
+        if max_bytes is None:
+            _write_pair(weights, plan_path(weights), tensors, plan, metadata or {}, folder)
+        else:
+            _write_shards(weights, tensors, plan, metadata or {}, folder, max_bytes)
         if check is not None:
             check(temporary)
         try:
@@ -103,10 +118,7 @@ def _write_pair(
     final: Path,
 ) -> None:
     stored, tied = prepare(tensors)
-    header = {**metadata, "format": "pt", VERSION_KEY: __version__}
-    header[PLAN_KEY] = json.dumps(plan.to_json())
-    if tied:
-        header[TIED_KEY] = json.dumps(tied)
+    header = _header(plan, tied, metadata)
     try:
         save_file(stored, weights, metadata=header)
         sidecar.write_text(json.dumps(plan.to_json(), indent=2) + "\n", encoding="utf-8")
@@ -114,6 +126,38 @@ def _write_pair(
         compare(weights, stored, header)
     except (OSError, SafetensorError) as error:
         raise failed(final, error) from error
+
+
+def _write_shards(
+    weights: Path,
+    tensors: Mapping[str, Tensor],
+    plan: Plan,
+    metadata: Mapping[str, str],
+    final: Path,
+    max_bytes: int,
+) -> None:
+    stored, tied = prepare(tensors)
+    header = _header(plan, tied, metadata)  # each shard has it, so that strangers are noticed
+    found = split(stored, max_bytes)
+    sidecar = plan_path(weights)
+    try:
+        sidecar.write_text(json.dumps(plan.to_json(), indent=2) + "\n", encoding="utf-8")
+        for name, keys in found.files.items():
+            own, path = {key: stored[key] for key in keys}, weights.with_name(name)
+            save_file(own, path, metadata=header)
+            path.chmod(sidecar.stat().st_mode)
+            compare(path, own, header)
+        found.write_index(weights.parent)
+    except (OSError, SafetensorError) as error:
+        raise failed(final, error) from error
+
+
+def _header(plan: Plan, tied: Mapping[str, str], metadata: Mapping[str, str]) -> dict[str, str]:
+    header = {**metadata, "format": "pt", VERSION_KEY: __version__}
+    header[PLAN_KEY] = json.dumps(plan.to_json())
+    if tied:
+        header[TIED_KEY] = json.dumps(tied)
+    return header
 
 
 def prepare(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

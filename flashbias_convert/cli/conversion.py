@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import FlashBiasError, VerificationError
-from ..options import DecomposeOptions
+from ..options import DecomposeOptions, shard_bytes
 from .output import Output
 from .pictures import check_pictures, draw_pictures
 from .reports import check_report
@@ -33,6 +33,7 @@ class Request:
     command: str
     checkpoint: Path
     output: Path | None
+    max_shard_size: str | None
     options: Mapping[str, Any]
     include: tuple[str, ...]
     exclude: tuple[str, ...]
@@ -60,6 +61,8 @@ def run_conversion(request: Request) -> int:
             report and the pictures were made, and the error carries the plan as JSON in `told`.
     """
     options = DecomposeOptions(**request.options)
+    if request.max_shard_size is not None:
+        shard_bytes(request.max_shard_size)  # refused before torch is imported
     arch_args = json_object(request.arch_args)
     _check_reports(request)
     if request.comparing is not None:
@@ -92,7 +95,8 @@ def _check_reports(request: Request) -> None:
         return
     from ..checkpoint.outputs import output_path
 
-    target = output_path(request.checkpoint, request.output)
+    sharded = request.max_shard_size is not None
+    target = output_path(request.checkpoint, request.output, sharded=sharded)
     check_report(request.report, sources=[request.checkpoint], output=target, force=request.force)
 
 
@@ -125,6 +129,7 @@ def _convert(
             dtype=None if request.dtype is None else getattr(torch, request.dtype),
             dry_run=request.dry_run,
             force=request.force,
+            max_shard_size=request.max_shard_size,
             progress=progress,
             on_plan=on_plan,
             check=_check(request, arch_args, recipes, on_verification),

@@ -27,6 +27,7 @@ from .parameters import (
     QuietOpt,
     RecipeOpt,
     ReportOpt,
+    ShardSizeOpt,
     TargetOpt,
     TokensOpt,
     VerboseOpt,
@@ -47,6 +48,7 @@ from .verification import (
 def convert(
     checkpoint: CheckpointArg,
     output: OutputOpt = None,
+    max_shard_size: ShardSizeOpt = None,
     energy: EnergyOpt = 0.99,
     method: MethodOpt = Method.auto,
     max_rank: MaxRankOpt = None,
@@ -108,6 +110,7 @@ def convert(
         command="convert",
         checkpoint=checkpoint,
         output=output,
+        max_shard_size=max_shard_size,
         options={
             "energy": energy,
             "method": method.value,

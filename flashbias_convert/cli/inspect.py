@@ -64,6 +64,7 @@ def inspect(
         command="inspect",
         checkpoint=checkpoint,
         output=None,
+        max_shard_size=None,
         options={
             "energy": energy,
             "method": method.value,

@@ -35,7 +35,7 @@ CheckpointArg = Annotated[
     Path,
     typer.Argument(
         metavar="CHECKPOINT",
-        help="A .safetensors .ckpt .pt .pth .bin file, an index of shards, or a folder.",
+        help="A .safetensors .ckpt .pt .pth .bin .mdlus file, an index of shards, or a folder.",
         show_default=False,
         readable=False,  # the reader says it better
     ),
@@ -214,6 +214,16 @@ OutputOpt = Annotated[
         metavar="PATH",
         help="Default: NAME.flashbias.safetensors beside a file, a folder NAME.flashbias beside "
         "a folder.",
+        rich_help_panel=_OUT,
+        show_default=False,
+    ),
+]
+ShardSizeOpt = Annotated[
+    str | None,
+    typer.Option(
+        "--max-shard-size",
+        metavar="SIZE",
+        help="Write a folder with files of at most this size, such as 5GB, and an index.",
         rich_help_panel=_OUT,
         show_default=False,
     ),

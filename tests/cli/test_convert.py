@@ -163,3 +163,17 @@ def test_the_exit_code_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(SystemExit) as caught:
         main()
     assert caught.value.code == 1
+
+
+def test_shards_from_the_command_line(cli: Cli, tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "x.safetensors")
+    done = cli(path, *ARCH, "--max-shard-size", "100KB", "--json")
+    assert (done.code, done.err) == (0, "")
+    assert done.json()["output"] == str(tmp_path / "x.flashbias")
+    assert len(list((tmp_path / "x.flashbias").glob("model-*-of-*.safetensors"))) > 1
+    assert cli("show", tmp_path / "x.flashbias").code == 0
+    report = tmp_path / "x.flashbias" / "report.json"
+    inside = cli(path, *ARCH, "--max-shard-size", "1GB", "--force", "--report", report)
+    assert inside.code == 2 and "would overwrite the output" in inside.err
+    bad = cli(path, *ARCH, "--max-shard-size", "5")
+    assert bad.code == 2 and "write for instance 5GB" in bad.err

@@ -1,0 +1,129 @@
+"""Files of `torch.save`, read with ``weights_only=True``: no code of a file ever runs."""
+
+from __future__ import annotations
+
+import io
+import logging
+import pickle
+import pickletools
+import zipfile
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from ..errors import CheckpointError
+from .inert import is_data, stand_ins
+
+logger = logging.getLogger(__name__)
+
+#: pickles in front of the content in the format before the zip archives
+_LEGACY_PREAMBLE = 3
+
+
+def read_pickle(path: Path, archive: io.BytesIO | None = None) -> tuple[Any, list[str]]:
+    """What `torch.save` wrote.
+
+    Args:
+        path: the file.
+        archive: its content, where the file itself is an archive that holds it.
+
+    Returns:
+        The content, and notes for the user on classes that were read as plain data.
+
+    Raises:
+        CheckpointError: damaged, or with objects that could run code.
+    """
+    source = path if archive is None else archive
+    try:
+        return _torch_load(source, ()), []
+    except pickle.UnpicklingError as error:
+        unsafe = _unsafe_names(source)
+        forbidden = [name for name in unsafe if not is_data(name)]
+        if not unsafe or forbidden:
+            raise _refusal(path, forbidden, error) from error
+    # the readers of a damaged archive raise nearly everything
+    except Exception as error:
+        raise damaged(path, error) from error
+    try:
+        content = _torch_load(source, unsafe)
+    except Exception as error:
+        raise _refusal(path, unsafe, error) from error
+    return content, [f"objects of {_some(unsafe)} were read as plain data"]
+
+
+def damaged(path: Path, error: Exception) -> CheckpointError:
+    """One line on a file that cannot be read."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return CheckpointError(f"{path} is damaged or not a checkpoint: {lines[0][:200]}")
+
+
+def _torch_load(source: Path | io.BytesIO, as_data: list[str] | tuple[()]) -> Any:
+    with torch.serialization.safe_globals(stand_ins(as_data)):
+        if isinstance(source, io.BytesIO):
+            source.seek(0)
+            return torch.load(source, map_location="cpu", weights_only=True)
+        try:
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            if "mmap" not in str(error):
+                raise
+            logger.debug("%s cannot be memory-mapped: %s", source, error)
+            return torch.load(source, map_location="cpu", weights_only=True)
+
+
+def _refusal(path: Path, names: list[str], error: Exception) -> CheckpointError:
+    if not names:
+        return damaged(path, error)
+    return CheckpointError(
+        f"{path} holds Python objects that could run code ({_some(names)}); nothing was loaded",
+        "where you trust it, load it yourself and save model.state_dict()",
+    )
+
+
+def _some(names: list[str], limit: int = 3) -> str:
+    return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")
+
+
+# -- which classes a file names ------------------------------------------------------------
+
+
+def _unsafe_names(source: Path | io.BytesIO) -> list[str]:
+    """Names of classes and functions that `torch.load` refuses; [] if the file cannot be read."""
+    try:
+        found = _names_in_zip(source) if zipfile.is_zipfile(source) else _names_in_legacy(source)
+    except Exception:  # only says more about an error that is raised anyway
+        return []
+    unpickler = torch._weights_only_unpickler
+    known = {*unpickler._get_allowed_globals(), *unpickler._get_user_allowed_globals()}
+    return sorted(found - known - {"argparse.Namespace"})
+
+
+def _names_in_zip(source: Path | io.BytesIO) -> set[str]:
+    with zipfile.ZipFile(source) as archive:
+        records = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        return _names_in_pickle(io.BytesIO(archive.read(records[0])))
+
+
+def _names_in_legacy(source: Path | io.BytesIO) -> set[str]:
+    with source.open("rb") if isinstance(source, Path) else io.BytesIO(source.getvalue()) as file:
+        found = [_names_in_pickle(file) for _ in range(_LEGACY_PREAMBLE + 1)]
+        return set().union(*found)
+
+
+def _names_in_pickle(file: IO[bytes]) -> set[str]:
+    """``module.name`` of every global; leaves the file behind the pickle."""
+    found = set()
+    for code, argument, _ in pickletools.genops(file):
+        if code.name == "GLOBAL":
+            module, _, name = str(argument).partition(" ")
+            module, name = _renamed(module, name)
+            found.add(f"{module}.{name}")
+    return found
+
+
+def _renamed(module: str, name: str) -> tuple[str, str]:
+    """What the unpickler makes of a name of Python 2, which old protocols use."""
+    if (module, name) in torch._utils.NAME_MAPPING:
+        return torch._utils.NAME_MAPPING[(module, name)]
+    return torch._utils.IMPORT_MAPPING.get(module, module), name
