@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 EXAMPLE := examples/swinv2_cifar10/model.safetensors
 DEMO := build/demo/model.flashbias.safetensors
 
-.PHONY: demo test lint types unit interpreter gpu clean help
+.PHONY: demo test lint types unit interpreter abuse gpu clean help
 
 help:
 	@echo "make demo   convert a trained SwinV2 and compare it with the original"
 	@echo "make test   lint, type check and run every test that needs no GPU"
+	@echo "make abuse  damaged files, killed writers, random calls: minutes, with counts at the end"
 	@echo "make gpu    run the operator suite on this machine's card"
 	@echo "make clean  remove the virtual environment and build outputs"
 
@@ -43,7 +44,13 @@ unit: $(VENV)/.installed-dev
 
 # the kernel itself, in Triton's interpreter
 interpreter: $(VENV)/.installed-dev
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n auto tests/attention
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n auto tests/attention tests/abuse/test_operator.py
+
+# what `unit` and `interpreter` try a little of, in full; prints what was tried and how it ended
+abuse: $(VENV)/.installed-dev
+	FLASHBIAS_ABUSE=full $(BIN)/python -m pytest -q -n auto tests/abuse
+	FLASHBIAS_ABUSE=full TRITON_INTERPRET=1 \
+		$(BIN)/python -m pytest -q -n auto tests/abuse/test_operator.py
 
 gpu:
 	python scripts/gpu_suite.py

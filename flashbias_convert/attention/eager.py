@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..terms import ScoreBias
 from .arguments import AttentionArguments
-from .positions import place_queries
+from .positions import place_queries, spread_diagonals
 
 
 def eager_attention(
@@ -47,8 +47,10 @@ def dense_bias(
 ) -> Tensor:
     """The bias as a matrix, shape (*batch, H, n, m), for either kind of query_start."""
     start = args.query_start
-    placed = place_queries(bias, n, start)
-    return placed.dense(n, m, query_start=0 if isinstance(start, Tensor) else start, dtype=dtype)
+    if not isinstance(start, Tensor):
+        return bias.dense(n, m, query_start=start, dtype=dtype)
+    placed = spread_diagonals(place_queries(bias, n, start), n, m, start)
+    return placed.dense(n, m, query_start=0, dtype=dtype)
 
 
 def visible_keys(q: Tensor, k: Tensor, args: AttentionArguments) -> Tensor | None:

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ..terms import Alibi, ScoreBias, Term
+from ..terms import Alibi, Dense, Diagonal, ScoreBias, Term
 
 
 def place_queries(bias: ScoreBias, n: int, query_start: int | Tensor) -> ScoreBias:
@@ -30,3 +30,26 @@ def place_queries(bias: ScoreBias, n: int, query_start: int | Tensor) -> ScoreBi
         return term
 
     return ScoreBias(tuple(place(t) for t in bias.terms), bias.num_heads)
+
+
+def spread_diagonals(bias: ScoreBias, n: int, m: int, query_start: Tensor) -> ScoreBias:
+    """Write diagonals out where they meet other keys in each batch entry.
+
+    A kernel finds the key of a query by itself; a matrix that all entries share cannot.
+
+    Args:
+        bias: the terms.
+        n, m: number of queries and keys.
+        query_start: integers of shape (*batch).
+    """
+    own = query_start[..., None] + torch.arange(n, device=query_start.device)
+    keys = torch.arange(m, device=query_start.device)
+
+    def spread(term: Term) -> Term:
+        if not isinstance(term, Diagonal):
+            return term
+        meets = (keys == own[..., None])[..., None, :, :].to(term.values.device)
+        values = term.values[..., None] * meets.to(term.values.dtype)
+        return Dense(bias=values, heads=term.heads, row_scale=term.row_scale)
+
+    return ScoreBias(tuple(spread(t) for t in bias.terms), bias.num_heads)

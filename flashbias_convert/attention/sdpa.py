@@ -105,7 +105,8 @@ def _columns(
     """Columns to append to q (*batch, H, N, D) and k (*batch, H, M, D), in their dtype."""
     wide = torch.promote_types(query.dtype, torch.float32)
     if isinstance(term, LowRank):
-        phi_q, phi_k = effective_factors(term)
+        # a gate is multiplied in the precision of the call
+        phi_q, phi_k = effective_factors(term.map_tensors(lambda _, t: t.to(wide)))
         split = term.split
     else:
         assert isinstance(term, KeyBias)

@@ -265,6 +265,20 @@ def test_query_start_per_batch_entry(backend: str, device: torch.device) -> None
     assert (out[2, :, :2] == 0).all(), "rows before the first key see nothing"
 
 
+def test_a_diagonal_follows_the_start_of_each_batch_entry(
+    backend: str, device: torch.device
+) -> None:
+    x = Inputs(device, batch=(3,), n=4, m=11)
+    bias = x.bias(x.rows(x.diagonal()), x.alibi())
+    starts = [0, 5, -2]
+    out = flashbias_attention(
+        x.q, x.k, x.v, bias, query_start=torch.tensor(starts, device=device), backend=backend
+    )
+    for i, start in enumerate(starts):
+        one = flashbias_attention(x.q[i], x.k[i], x.v[i], bias, query_start=start, backend=backend)
+        assert torch.allclose(out[i], one, atol=1e-5)
+
+
 def test_rows_without_any_visible_key_are_zero(
     backend: str, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -408,6 +422,14 @@ def test_scores_near_the_largest_fp16_number(kernel: str, device: torch.device) 
     x.q, x.k = 200 * x.q, 200 * x.k
     out = flashbias_attention(x.q, x.k, x.v, x.bias(x.low_rank(3)), backend=kernel)
     assert out.isfinite().all()
+
+
+def test_double_precision_is_kept(device: torch.device) -> None:
+    """A gate on factors is no reason to round them."""
+    x = Inputs(device, torch.float64)
+    for bias in (x.bias(x.rows(x.low_rank())), x.bias(x.rows(x.table()), x.key_bias())):
+        out = flashbias_attention(x.q, x.k, x.v, bias, backend="sdpa")
+        assert (out - truth_of(x, bias)).abs().max() < 1e-13
 
 
 # -- the same call gives the same bits -----------------------------------------------------
