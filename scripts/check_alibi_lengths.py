@@ -14,13 +14,16 @@ import copy
 import csv
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from flashbias_convert import patch_model, unpatch_model
 
@@ -89,6 +92,17 @@ def exact_bloom(decoder: Any) -> Callable[..., Tensor]:
     return build
 
 
+def exact_mpt(decoder: Any) -> Callable[..., Tensor]:
+    """MPT's bias in float64."""
+    two = decoder.build_mpt_alibi_tensor(decoder.num_heads, 2, device="cuda")
+    slopes = -two[:, 0, 0].double()
+
+    def build(heads: int, length: int, *_: Any, device: Any = None, **__: Any) -> Tensor:
+        return slopes[:, None, None] * torch.arange(1 - length, 1, device=device)
+
+    return build
+
+
 @torch.no_grad()
 def logits(model: Any, ids: Tensor, mask: Tensor, cached: bool) -> Tensor:
     """Logits of every position; with a cache, of the last few, one token at a time."""
@@ -106,16 +120,36 @@ def logits(model: Any, ids: Tensor, mask: Tensor, cached: bool) -> Tensor:
     return torch.cat(parts[1:], 1)
 
 
+@contextmanager
+def unrounded() -> Iterator[None]:
+    """The originals round their scores to float32 before the softmax, in float64, too."""
+    softmax, to_float = F.softmax, Tensor.float
+
+    def wide(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        return softmax(x, dim=dim, dtype=torch.float64 if x.dtype == torch.float64 else dtype)
+
+    with (
+        mock.patch.object(F, "softmax", wide),
+        mock.patch.object(
+            Tensor, "float", lambda x: x if x.dtype == torch.float64 else to_float(x)
+        ),
+    ):
+        yield
+
+
 def truth_of(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
     """Logits in float64, row by row without its padding; zeros at the padding."""
     wide = copy.deepcopy(model).double()
     decoder = wide.get_decoder()
     if type(decoder).__name__ == "BloomModel":
         decoder.build_alibi_tensor = exact_bloom(decoder)
+    if type(decoder).__name__ == "MptModel":
+        decoder.build_mpt_alibi_tensor = exact_mpt(decoder)
     out = torch.zeros(*ids.shape, VOCABULARY, dtype=torch.float64, device=ids.device)
     for i, kept in enumerate(mask.bool()):
         row = ids[i : i + 1, kept]
-        out[i, kept] = logits(wide, row, torch.ones_like(row), cached=False)[0]
+        with unrounded():
+            out[i, kept] = logits(wide, row, torch.ones_like(row), cached=False)[0]
     return out
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from .base import Term, pinned_tensor, require_integer, require_shape
+from .base import Term, pinned_tensor, require, require_integer, require_shape
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -36,6 +37,8 @@ class Regions(Term):
         if self.key_ids is not None:
             require_shape("key_ids", self.key_ids, 1, "(*batch, M)")
             require_integer("key_ids", self.key_ids)
+        known = isinstance(self.value, int | float) and math.isfinite(self.value)
+        require(known, f"the value of regions must be a finite number, got {self.value!r}")
 
     def sizes(self) -> list[tuple[str, int, str]]:
         keys = self.ids if self.key_ids is None else self.key_ids

@@ -85,7 +85,8 @@ def test_registration(contiguous: bool, kernel: str, device: torch.device) -> No
     if not contiguous:
         q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
     packed = pack(x.bias(x.low_rank(), x.table()), half=False)
-    arguments = (q, k, v, packed.tensors, packed.spec, 0.25, None, None, 0, None, False, False)
+    numbers = (0.25, None, None, 0, None, False, False, False)
+    arguments = (q, k, v, packed.tensors, packed.spec, *numbers)
     torch.library.opcheck(attention_op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
