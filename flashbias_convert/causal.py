@@ -9,8 +9,8 @@ nobody takes it for one that is additive or boolean.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .modules import ScoreBiasModule
-from .terms import Alibi, Term
 
 
 def key_table(mask: Tensor | None, device: torch.device) -> Tensor:
@@ -64,7 +63,8 @@ def attend_causal(
     keys: Tensor,
     *,
     start: int | Tensor,
-    terms_of: Callable[[Tensor], Sequence[Term]] | None = None,
+    builder: str | None = None,
+    inputs: Mapping[str, Any] = MappingProxyType({}),
     **kwargs: Any,
 ) -> Tensor:
     """Causal attention with a site's terms and the padding of this call.
@@ -76,8 +76,9 @@ def attend_causal(
             the tail of a static cache is hidden by causality.
         keys: the key table, or what is left of one as a boolean.
         start: place of the first query among the keys, an int or a tensor without dimensions.
-        terms_of: for biases that follow the padding: makes terms from the places (B, M) of the
-            keys, 0 for padding, in place of the planned ALiBi term.
+        builder: makes the bias from the places (B, M) of the keys, 0 for padding, where it follows
+            the padding.
+        inputs: what else the builder takes.
         **kwargs: keyword arguments of `flashbias_attention`.
 
     Returns:
@@ -92,9 +93,8 @@ def attend_causal(
     if keys.shape[-1] == 0:
         return score_bias(q, k, v, **call)
     places = _fit(keys[:, 0, 0, :], start, n, m)
-    extra = () if terms_of is None else terms_of(places)
-    replaced = () if terms_of is None else (Alibi.kind,)
-    out: Tensor = score_bias(q, k, v, key_mask=places != 0, extra=extra, without=replaced, **call)
+    built = {} if builder is None else {builder: {"places": places, **inputs}}
+    out: Tensor = score_bias(q, k, v, built=built, key_mask=places != 0, **call)
     return out
 
 
@@ -107,20 +107,3 @@ def _fit(places: Tensor, start: int | Tensor, n: int, m: int) -> Tensor:
             "tokens and those of this call"
         )
     return F.pad(places, (0, m - length)) if length < m else places
-
-
-def padded_alibi(term: Alibi, places: Tensor, start: int | Tensor, n: int) -> Alibi:
-    """ALiBi whose positions count the tokens of each row and skip its padding.
-
-    Args:
-        term: the slopes.
-        places: int32 (B, M), the place of each key in its row.
-        start: place of the first query among the keys.
-        n: number of queries.
-    """
-    if isinstance(start, Tensor):
-        index = start + torch.arange(n, device=places.device)
-        pos_q = places.index_select(-1, index)
-    else:
-        pos_q = places[:, start : start + n]
-    return dataclasses.replace(term, pos_q=pos_q.contiguous(), pos_k=places.contiguous())

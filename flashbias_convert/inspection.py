@@ -19,6 +19,7 @@ from torch import nn
 from . import __version__
 from .decompose import Decomposition, decompose
 from .errors import FlashBiasError, NothingToConvertError, UsageError
+from .modules import with_builders
 from .options import DecomposeOptions, Method
 from .plan import Plan, SitePlan
 from .recipe import Description, NoBias, Recipe, Registry, Site, UnsupportedSite, qualified_name
@@ -315,7 +316,7 @@ def _decide(plan: SitePlan, description: Description, options: DecomposeOptions)
         plan,
         status="patched",
         reason=_summary(result, description),
-        spec=bias.spec(),
+        spec=with_builders(bias.spec(), description.builders),
         bias=bias,
     )
 
@@ -329,6 +330,7 @@ def _summary(result: Decomposition, description: Description) -> str:
         what = "no term needed" if term == "none" else term
         parts.append(f"{what} in {count} head{'s' if count > 1 else ''}{rank}")
     parts += [term.kind for term in description.exact_terms]
+    parts += [f"{name} in each call" for name in description.builders]
     return ", ".join(parts) or "no bias"
 
 

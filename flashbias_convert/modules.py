@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from .attention import SLACK, PreparedBias, bias_bound, flashbias_attention
 from .attention.arguments import broadcasts
+from .builders import find_builder
 from .terms import Lookup, Regions, RelativeTable, ScoreBias, Term
 
 
@@ -94,14 +96,18 @@ class ScoreBiasModule(nn.Module):
     Args:
         bias: the terms; their tensors are copied.
         backend: "auto", "triton", "sdpa" or "eager", see `flashbias_attention`.
+        builders: names of the builders that calls may use, see `builders`.
     """
 
     layout: Tensor
 
-    def __init__(self, bias: ScoreBias, backend: str = "auto") -> None:
+    def __init__(
+        self, bias: ScoreBias, backend: str = "auto", builders: Sequence[str] = ()
+    ) -> None:
         super().__init__()
         self.backend = backend
-        self._spec = bias.spec()
+        self.builders = {name: find_builder(name) for name in builders}
+        self._spec = with_builders(bias.spec(), builders)
         self._kinds = frozenset(term.kind for term in bias.terms)
         #: whether the terms came with the last state dict; set here, cleared by the owner
         self.just_loaded = False
@@ -124,7 +130,7 @@ class ScoreBiasModule(nn.Module):
 
     def spec(self) -> dict[str, Any]:
         """See `ScoreBias.spec`; dtypes are those of now."""
-        return self.bias.spec()
+        return with_builders(self.bias.spec(), tuple(self.builders))
 
     @property
     def bias(self) -> ScoreBias:
@@ -181,6 +187,7 @@ class ScoreBiasModule(nn.Module):
         k: Tensor,
         v: Tensor,
         *,
+        built: Mapping[str, dict[str, Any]] = MappingProxyType({}),
         extra: Sequence[Term] = (),
         without: tuple[str, ...] = (),
         **kwargs: Any,
@@ -189,6 +196,7 @@ class ScoreBiasModule(nn.Module):
 
         Args:
             q, k, v: shapes (*batch, H, N, D), (*batch, H, M, D), (*batch, H, M, Dv).
+            built: inputs of the builders of this call, by their names.
             extra: terms of this call only, such as a mask that depends on the input.
             without: kinds of terms that this call leaves out.
             **kwargs: keyword arguments of `flashbias_attention`.
@@ -196,6 +204,9 @@ class ScoreBiasModule(nn.Module):
         Returns:
             Tensor of shape (*batch, H, N, Dv).
         """
+        for name, inputs in built.items():
+            builder = self.builders[name]
+            extra, without = (*extra, builder.make(**inputs)), without + builder.replaces
         prepared = self.prepared(without)
         if extra:
             own = prepared.bias
@@ -224,6 +235,11 @@ class ScoreBiasModule(nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_heads={self._spec['num_heads']}, backend={self.backend!r}"
+
+
+def with_builders(spec: Mapping[str, Any], builders: Sequence[str]) -> dict[str, Any]:
+    """A `ScoreBias.spec` that also names builders."""
+    return {**spec, "builders": list(builders)} if builders else dict(spec)
 
 
 def _check_codes(terms: Sequence[Term]) -> None:

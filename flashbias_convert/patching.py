@@ -93,7 +93,14 @@ def _apply_site(
             f"the plan holds no terms for {site.name!r}", "use empty=True for a plan from a file"
         )
     try:
-        patch_module(module, recipe.attention, bias, backend=backend, awaits_load=empty)
+        patch_module(
+            module,
+            recipe.attention,
+            bias,
+            backend=backend,
+            builders=site.builders(),
+            awaits_load=empty,
+        )
     except UsageError as error:
         raise UsageError(f"{site.name}: {error}") from error
 

@@ -52,6 +52,10 @@ class SitePlan:
         entries = self.spec["terms"] if self.spec else []
         return tuple(dict.fromkeys(entry["kind"] for entry in entries))
 
+    def builders(self) -> tuple[str, ...]:
+        """Names of the builders of a patched site."""
+        return tuple(self.spec.get("builders", ())) if self.spec else ()
+
     def is_exact(self) -> bool:
         """Whether nothing of the bias was lost: no logit moves but by rounding."""
         return all(d.logit_error_max == 0 for d in self.decisions)

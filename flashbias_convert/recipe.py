@@ -67,6 +67,8 @@ class Description:
         head_dim: D.
         index: integers (N, M) that look up each cell in a table, if the architecture has them.
         exact_terms: masks and closed forms; they are never decomposed.
+        builders: names of the functions that make terms from the input of each call, see
+            `flashbias_convert.builders`.
         warnings: what a user should know about this site, one sentence each.
     """
 
@@ -77,6 +79,7 @@ class Description:
     head_dim: int
     index: Tensor | None = None
     exact_terms: tuple[Term, ...] = ()
+    builders: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
 

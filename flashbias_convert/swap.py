@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -54,6 +54,7 @@ def patch_module(
     bias: ScoreBias,
     *,
     backend: str = "auto",
+    builders: Sequence[str] = (),
     awaits_load: bool = False,
 ) -> None:
     """Give a module its patched class and its terms, in place; on an error it stays as it was.
@@ -63,6 +64,7 @@ def patch_module(
         recipe_class: the class that the module's recipe supplies.
         bias: the terms; their tensors are copied.
         backend: see `flashbias_attention`.
+        builders: names of the builders that the class uses.
         awaits_load: the terms are placeholders; until a state dict has filled them, the module
             refuses to compute.
 
@@ -72,7 +74,7 @@ def patch_module(
     reason = refusal(module)
     if reason:
         raise UsageError(reason)
-    terms = ScoreBiasModule(bias, backend)
+    terms = ScoreBiasModule(bias, backend, builders)
     terms.train(module.training)
     _install(module, compose(recipe_class, type(module)), terms)
     assert isinstance(module, PatchedAttention)

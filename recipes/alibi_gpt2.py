@@ -12,7 +12,6 @@ from flashbias_convert.causal import (
     attend_causal,
     is_key_table,
     key_table,
-    padded_alibi,
     query_start,
 )
 from flashbias_convert.models.alibi_gpt2 import AlibiGPT2Attention
@@ -60,7 +59,8 @@ class FusedAttention(PatchedAttention):
         out = attend_causal(
             self.score_bias, q, k, v, attention_mask,
             start=start, scale=self.scale,
-            terms_of=lambda places: (padded_alibi(planned, places, start, q.shape[-2]),),
+            builder="padded_alibi",
+            inputs={"slopes": planned.slopes, "start": start, "n": q.shape[-2]},
         )  # fmt: skip
         done: Tensor = self.resid_dropout(self.c_proj(out.transpose(1, 2).flatten(2)))
         return done
@@ -93,7 +93,15 @@ def describe(site: Site) -> Description:
     assert isinstance(module, AlibiGPT2Attention)
     n = site.tokens or owner.config.n_positions
     term = Alibi(slopes=owner.slopes.float())
-    return Description(None, module.num_heads, n, n, module.head_dim, exact_terms=(term,))
+    return Description(
+        None,
+        module.num_heads,
+        n,
+        n,
+        module.head_dim,
+        exact_terms=(term,),
+        builders=("padded_alibi",),
+    )
 
 
 _MODULE = "flashbias_convert.models.alibi_gpt2"

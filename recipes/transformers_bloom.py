@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashbias_convert.causal import attend_causal, is_key_table, padded_alibi, query_start
+from flashbias_convert.causal import attend_causal, is_key_table, query_start
 from flashbias_convert.causal_owner import CausalOwner
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.recipe import Description, Owner, Recipe, Site, UnsupportedSite
@@ -51,7 +51,8 @@ class BloomAttention(PatchedAttention):
         out = attend_causal(
             self.score_bias, q, k, v, attention_mask,
             start=start, scale=self.inv_norm_factor,
-            terms_of=lambda places: (padded_alibi(planned, places, start, q.shape[-2]),),
+            builder="padded_alibi",
+            inputs={"slopes": planned.slopes, "start": start, "n": q.shape[-2]},
         )  # fmt: skip
         return self.dense(out.transpose(1, 2).flatten(2)) + residual, None
 
@@ -75,7 +76,13 @@ def describe(site: Site) -> Description:
     slopes = owner.build_alibi_tensor(two, module.num_heads, torch.float32)[:, 0, 1]
     n = int(site.tokens or getattr(owner.config, "seq_length", None) or 2048)
     return Description(
-        None, module.num_heads, n, n, module.head_dim, exact_terms=(Alibi(slopes=slopes),)
+        None,
+        module.num_heads,
+        n,
+        n,
+        module.head_dim,
+        exact_terms=(Alibi(slopes=slopes),),
+        builders=("padded_alibi",),
     )
 
 

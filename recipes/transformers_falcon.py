@@ -12,7 +12,7 @@ from flashbias_convert.causal import attend_causal, is_key_table, query_start
 from flashbias_convert.causal_owner import CausalOwner, PaddingMaskInGenerate
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.recipe import Description, NoBias, Owner, Recipe, Site, UnsupportedSite
-from flashbias_convert.terms import Alibi, KeyBias
+from flashbias_convert.terms import Alibi
 
 
 class FalconAttention(PatchedAttention):
@@ -51,20 +51,15 @@ class FalconAttention(PatchedAttention):
         if keys.shape[-1] == 0:  # nothing is padded, but the rounded bias needs the places
             places = torch.arange(1, k.shape[-2] + 1, dtype=torch.int32, device=k.device)
             keys = places.expand(q.shape[0], 1, 1, -1)
+        (planned,) = self.score_bias.bias.terms
+        assert isinstance(planned, Alibi)
         out = attend_causal(
             self.score_bias, q, k, v, keys,
             start=start, scale=self.inv_norm_factor,
-            terms_of=lambda places: (self._rounded(places, q.dtype),),
+            builder="rounded_alibi",
+            inputs={"slopes": planned.slopes, "unit": self.inv_norm_factor, "dtype": q.dtype},
         )  # fmt: skip
         return self.dense(out.transpose(1, 2).flatten(2)), None
-
-    def _rounded(self, places: Tensor, dtype: torch.dtype) -> KeyBias:
-        """The original's bias: slopes, positions and products in bfloat16, scaled like q k^T."""
-        (planned,) = self.score_bias.bias.terms
-        assert isinstance(planned, Alibi)
-        slopes = (planned.slopes / self.inv_norm_factor).bfloat16()
-        values = slopes[:, None] * (places[:, None, :] - 1)  # (B, H, M)
-        return KeyBias(values=values.to(dtype).float() * self.inv_norm_factor)
 
 
 class FalconModel(CausalOwner):
@@ -90,7 +85,15 @@ def describe(site: Site) -> Description:
     slopes = build_alibi_tensor(two, module.num_heads, torch.float32)[:, 0, 1]
     n = site.tokens or module.max_position_embeddings
     term = Alibi(slopes=slopes * module.inv_norm_factor)
-    return Description(None, module.num_heads, n, n, module.head_dim, exact_terms=(term,))
+    return Description(
+        None,
+        module.num_heads,
+        n,
+        n,
+        module.head_dim,
+        exact_terms=(term,),
+        builders=("rounded_alibi",),
+    )
 
 
 _MODULE = "transformers.models.falcon.modeling_falcon"

@@ -16,6 +16,7 @@ LAYERS = [
     {"models"},
     {"terms"},
     {"decompose", "attention"},
+    {"builders"},
     {"models", "modules", "composed"},
     {"patched_attention", "masks", "causal"},
     {"patched_owner"},

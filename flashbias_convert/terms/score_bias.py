@@ -171,13 +171,15 @@ class ScoreBias:
         """What tensors of the right shapes do not tell: kinds, heads, ranks, as canonical JSON.
 
         Args:
-            spec: from `spec()`, now or by an older version.
+            spec: from `spec()`, now or by an older version; with the names of builders, if any.
         """
         terms = [
             {"name": entry["name"], "kind": entry["kind"], **_not_default(entry)}
             for entry in spec["terms"]
         ]
-        return json.dumps({"num_heads": spec["num_heads"], "terms": terms}, sort_keys=True)
+        built = {"builders": list(spec["builders"])} if spec.get("builders") else {}
+        facts = {"num_heads": spec["num_heads"], "terms": terms, **built}
+        return json.dumps(facts, sort_keys=True)
 
     @classmethod
     def from_state(cls, spec: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:

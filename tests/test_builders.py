@@ -1,0 +1,150 @@
+"""Terms that are made from the input of a call."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flashbias_convert import apply_plan, inspect_model, patch_model
+from flashbias_convert.attention import flashbias_attention
+from flashbias_convert.builders import axial_rows, find_builder
+from flashbias_convert.modules import ScoreBiasModule
+from flashbias_convert.patched_attention import PatchedAttention
+from flashbias_convert.plan import Plan
+from flashbias_convert.recipe import Description, Recipe, Site
+from flashbias_convert.terms import ScoreBias
+from tests.support import assert_parity
+
+
+class DecomposedAttention(nn.Module):
+    """Attention over a map whose bias is q times tables of relative rows and columns."""
+
+    def __init__(self, height: int = 3, width: int = 5, dim: int = 16, heads: int = 2) -> None:
+        super().__init__()
+        self.height, self.width, self.heads = height, width, heads
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.rel_pos_h = nn.Parameter(torch.randn(2 * height - 1, dim // heads))
+        self.rel_pos_w = nn.Parameter(torch.randn(2 * width - 1, dim // heads))
+
+    def tables(self) -> dict[str, Tensor]:
+        token = torch.arange(self.height * self.width)
+        y, x = token // self.width, token % self.width
+        rows = y[:, None] - torch.arange(self.height) + self.height - 1
+        columns = x[:, None] - torch.arange(self.width) + self.width - 1
+        return {"rel_h": self.rel_pos_h[rows], "rel_w": self.rel_pos_w[columns], "y": y, "x": x}
+
+    def heads_of(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        qkv = self.qkv(tokens).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        return q, k, v
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        q, k, v = self.heads_of(tokens)
+        tables = self.tables()
+        rel_h = torch.einsum("bhnd,nkd->bhnk", q, tables["rel_h"])
+        rel_w = torch.einsum("bhnd,nkd->bhnk", q, tables["rel_w"])
+        bias = (rel_h[..., :, None] + rel_w[..., None, :]).flatten(-2)
+        weights = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + bias).softmax(-1)
+        out: Tensor = self.proj((weights @ v).transpose(1, 2).flatten(2))
+        return out
+
+
+class FusedDecomposed(PatchedAttention):
+    def bias_sources(self) -> tuple[Tensor | Hashable, ...]:
+        return (self.rel_pos_h, self.rel_pos_w)
+
+    def flashbias_forward(self, tokens: Tensor) -> Tensor:
+        q, k, v = self.heads_of(tokens)
+        out = self.score_bias(q, k, v, built={"axial_rows": {"q": q, **self.tables()}})
+        return self.proj(out.transpose(1, 2).flatten(2))
+
+
+def describe(site: Site) -> Description:
+    return Description(None, 2, 15, 15, 8, builders=("axial_rows",))
+
+
+RECIPE = Recipe(
+    name="decomposed",
+    title="a toy with decomposed relative positions",
+    classes=(f"{__name__}.DecomposedAttention",),
+    library="torch",
+    tested=">=2",
+    attention=FusedDecomposed,
+    describe=describe,
+)
+
+
+def make(seed: int = 0) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(DecomposedAttention(), DecomposedAttention()).eval()
+
+
+def tokens() -> Tensor:
+    return torch.randn(2, 15, 16, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_a_model_with_builders(dtype: torch.dtype, backend: str) -> None:
+    with torch.no_grad():
+        truth = make().double()(tokens().double())
+        model, x = make().to(dtype), tokens().to(dtype)
+        plain = model(x)
+        plan = patch_model(model, recipes=[RECIPE], backend=backend)
+        assert plan.sites[0].reason == "axial_rows in each call"
+        assert plan.sites[0].builders() == ("axial_rows",) and plan.sites[0].terms() == ()
+        assert_parity(model(x), plain, truth)
+
+
+def test_a_plan_from_a_file_names_its_builders() -> None:
+    source = make()
+    plan = patch_model(source, recipes=[RECIPE], backend="eager")
+    model = make(seed=3)
+    loaded = Plan.from_json(plan.to_json())
+    apply_plan(model, loaded, recipes=[RECIPE], backend="eager", empty=True)
+    model.load_state_dict(source.state_dict())
+    with torch.no_grad():
+        assert torch.equal(model(tokens()), source(tokens()))
+
+
+def test_a_builder_that_is_not_planned_is_not_used() -> None:
+    q = torch.randn(1, 2, 15, 8)
+    terms = ScoreBiasModule(ScoreBias((), 2), "eager")
+    with pytest.raises(KeyError, match="axial_rows"):
+        terms(q, q, q, built={"axial_rows": {"q": q}})
+
+
+def test_an_unknown_builder_is_an_error() -> None:
+    plan = inspect_model(make(), recipes=[RECIPE])
+    site = plan.sites[0]
+    assert site.spec is not None
+    newer = dataclasses.replace(site, spec={**site.spec, "builders": ["of tomorrow"]})
+    with pytest.raises(ValueError, match="unknown builder 'of tomorrow'"):
+        apply_plan(make(), dataclasses.replace(plan, sites=[newer]), recipes=[RECIPE])
+
+
+def test_rows_are_products_with_tables() -> None:
+    torch.manual_seed(0)
+    module = DecomposedAttention()
+    q = torch.randn(2, 2, 15, 8, dtype=torch.float64)
+    term = axial_rows(q=q, **module.tables())
+    expected = torch.zeros(2, 2, 15, 15, dtype=torch.float64)
+    for i in range(15):
+        for j in range(15):
+            row = module.rel_pos_h[i // 5 - j // 5 + 2].double()
+            column = module.rel_pos_w[i % 5 - j % 5 + 4].double()
+            expected[..., i, j] = q[..., i, :] @ (row + column)
+    torch.testing.assert_close(term.dense(15, 15, dtype=torch.float64), expected)
+    out = flashbias_attention(q, q, q, ScoreBias((term,), 2), backend="eager")
+    weights = (q @ q.transpose(-1, -2) * 8**-0.5 + expected).softmax(-1)
+    torch.testing.assert_close(out, weights @ q)
+
+
+def test_builders_say_what_they_replace() -> None:
+    assert find_builder("padded_alibi").replaces == ("alibi",)
+    assert find_builder("axial_rows").replaces == ()
