@@ -34,6 +34,8 @@ class DecomposeOptions:
             accurate at the same speed. False keeps the smallest rank that holds `energy`.
         force_all: convert sites that would not get faster, too.
         tokens: sequence length to plan for where the model leaves it open (language models).
+        max_output_error: what `calibrate_model` allowed the outputs to change, relatively; None
+            where ranks were chosen without inputs.
         version: of this schema.
     """
 
@@ -45,6 +47,7 @@ class DecomposeOptions:
     fill: bool = True
     force_all: bool = False
     tokens: int | None = None
+    max_output_error: float | None = None
     version: int = 1
 
     def __post_init__(self) -> None:

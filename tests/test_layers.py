@@ -13,7 +13,6 @@ PACKAGE = Path(flashbias_convert.__file__).parent
 LAYERS = [
     {"errors"},
     {"options"},
-    {"models"},
     {"terms"},
     {"decompose", "attention"},
     {"builders"},
@@ -25,6 +24,7 @@ LAYERS = [
     {"inspection", "patching", "checkpoint"},
     {"inputs", "views"},
     {"verification", "plotting", "report"},
+    {"calibration"},
     {"cli"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}

@@ -1,0 +1,140 @@
+"""Cheaper and cheaper forms of one site's bias, and what each head loses by them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..decompose import measure, relative_cost
+from ..decompose.decision import HeadDecision
+from ..decompose.svd import truncated_svd
+from ..modules import ScoreBiasModule
+from ..plan import SitePlan
+from ..terms import ScoreBias, Term
+from .capture import Call
+
+#: kinds of terms that stand for a decomposed bias; all others are masks and closed forms
+DECOMPOSED = ("relative_table", "dense", "low_rank", "diagonal")
+#: ranks that kernels compute with anyway
+RANKS = (16, 32, 64, 128)
+#: names of forms without a rank
+NONE, EXACT = "none", "exact"
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """One way to carry all heads of a site.
+
+    Attributes:
+        label: "none", "exact" or "rank R".
+        bias: the terms, without masks.
+        cost: per score and head, see `decompose.relative_cost`.
+        decisions: one per head.
+        errors: per head, root mean square of what attention outputs change, relative to them.
+    """
+
+    label: str
+    bias: ScoreBias
+    cost: float
+    decisions: tuple[HeadDecision, ...]
+    errors: Tensor
+
+
+def split_site(site: SitePlan) -> tuple[ScoreBias, tuple[Term, ...]]:
+    """The decomposed terms of a planned site, and its masks and closed forms."""
+    assert site.bias is not None
+    own = tuple(t for t in site.bias.terms if t.kind in DECOMPOSED)
+    masks = tuple(t for t in site.bias.terms if t.kind not in DECOMPOSED)
+    return ScoreBias(own, site.bias.num_heads), masks
+
+
+def forms_of(site: SitePlan, calls: list[Call], most: int | None) -> list[Form]:
+    """The forms of a site, cheapest first; the last is exact.
+
+    Args:
+        site: planned with method "exact".
+        calls: attention calls of the site.
+        most: cap on the rank, or None.
+    """
+    exact, masks = split_site(site)
+    dense = exact.dense(site.n, site.m)
+    reference = [_run(exact, masks, call) for call in calls]
+    found = [_nothing(site)]
+    for rank in RANKS:
+        if rank < min(site.n, site.m) and (most is None or rank <= most):
+            found.append(_truncated(site, dense, rank))
+    found.append(Form(EXACT, exact, _cost(site), site.decisions, torch.zeros(site.heads)))
+    measured = [
+        form
+        if form.label == EXACT
+        else dataclasses.replace(form, errors=_errors(form.bias, masks, calls, reference))
+        for form in found
+    ]
+    return sorted(measured, key=lambda form: form.cost)
+
+
+def _nothing(site: SitePlan) -> Form:
+    decisions = tuple(
+        HeadDecision(h, NONE, None, 0.0, float("nan"), float("nan"), 1.0, "no bias at all")
+        for h in range(site.heads)
+    )
+    return Form(NONE, ScoreBias((), site.heads), 0.0, decisions, torch.empty(0))
+
+
+def _truncated(site: SitePlan, dense: Tensor, rank: int) -> Form:
+    svd = truncated_svd(dense, energy=1.0, max_rank=rank)
+    lost = measure(dense, svd.term).worst_over_batch()
+    numbers = {name: value.tolist() for name, value in vars(lost).items()}
+    ranks = svd.term.head_ranks()
+    decisions = tuple(
+        HeadDecision(h, "low_rank", r, reason="", **{k: v[h] for k, v in numbers.items()})
+        for h, r in enumerate(ranks)
+    )
+    columns = rank + 2 * min(svd.term.split or 0, rank)
+    cost = relative_cost("low_rank", site.n, site.m, columns)
+    return Form(f"rank {rank}", ScoreBias((svd.term,), site.heads), cost, decisions, torch.empty(0))
+
+
+def _cost(site: SitePlan) -> float:
+    """Of the dearest head."""
+    return max((relative_cost(d.term, site.n, site.m) for d in site.decisions), default=0.0)
+
+
+def _run(bias: ScoreBias, masks: tuple[Term, ...], call: Call) -> Tensor:
+    terms = ScoreBiasModule(ScoreBias(bias.terms + masks, bias.num_heads), "eager")
+    out: Tensor = terms(call.q, call.k, call.v, **call.options)
+    return out
+
+
+def _errors(
+    bias: ScoreBias, masks: tuple[Term, ...], calls: list[Call], reference: list[Tensor]
+) -> Tensor:
+    """Per head, over all calls."""
+    off, size = torch.zeros(bias.num_heads).double(), torch.zeros(bias.num_heads).double()
+    for call, expected in zip(calls, reference, strict=True):
+        change = _run(bias, masks, call).double() - expected.double()
+        per_head = [d for d in range(change.dim()) if d != change.dim() - 3]
+        off += change.square().sum(per_head)
+        size += expected.double().square().sum(per_head)
+    return (off / size.clamp(min=torch.finfo(torch.float64).tiny)).sqrt()
+
+
+def merged(forms: list[Form], choice: list[int], masks: tuple[Term, ...]) -> ScoreBias:
+    """The terms of a site whose head h is carried by ``forms[choice[h]]``, masks included."""
+    terms: list[Term] = []
+    for at, form in enumerate(forms):
+        heads = [h for h, taken in enumerate(choice) if taken == at]
+        for term in form.bias.terms if heads else ():
+            picked = term.select_heads(heads)
+            if picked is not None:
+                own = range(len(heads)) if picked.heads is None else picked.heads
+                terms.append(_renumbered(picked, [heads[i] for i in own], len(choice)))
+    return ScoreBias((*terms, *masks), len(choice))
+
+
+def _renumbered(term: Term, heads: list[int], total: int) -> Term:
+    named = None if heads == list(range(total)) else tuple(heads)
+    return dataclasses.replace(term, heads=named)

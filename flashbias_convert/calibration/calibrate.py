@@ -1,0 +1,90 @@
+"""Plan a model by the effect of its terms on real inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from torch import nn
+
+from ..errors import UsageError
+from ..inputs import Batch, as_inputs
+from ..inspection import inspect_model
+from ..patching import apply_plan
+from ..plan import Plan
+from ..swap import restored
+from .alternatives import forms_of
+from .capture import capture_calls
+from .search import Alternatives, Search, outputs_of, relative_change
+
+
+def calibrate_model(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    max_output_error: float = 0.01,
+    max_rank: int | None = None,
+    backend: str = "auto",
+    **options: Any,
+) -> Plan:
+    """Choose terms by their effect on the outputs, not by energy alone; nothing is changed.
+
+    For every head the bias is tried as nothing, at the ranks that kernels compute with anyway, and
+    exactly, and the change of the attention outputs is measured on the calls that the inputs
+    cause. One bound on that change holds for all heads; it is made as large as the change of the
+    model's outputs allows. So heads that matter little get cheap terms.
+
+    Args:
+        model: not patched, or patched (it is planned anew), in evaluation mode.
+        inputs: see `verify_model`; a few dozen samples suffice.
+        max_output_error: largest root mean square change of the model's outputs (logits where
+            there are any), relative to their own, in (0, 1].
+        max_rank: cap on the rank.
+        backend: see `flashbias_attention`.
+        **options: `include`, `exclude`, `recipes`, `tokens`, `target`, `progress`: see
+            `inspect_model`.
+
+    Returns:
+        A plan for `apply_plan`. Sites without a decomposed bias are as planned with "exact".
+
+    Raises:
+        UsageError: no inputs, or a limit that makes no sense.
+        CalibrationError: even exact terms exceed the limit.
+    """
+    if not 0.0 < max_output_error <= 1.0:
+        raise UsageError(f"max_output_error must be in (0, 1], got {max_output_error}")
+    plan = inspect_model(model, method="exact", force_all=True, **options)
+    batches = [_as_here(batch, model) for batch in as_inputs(inputs).batches]
+    if not batches:
+        raise UsageError("there are no inputs to calibrate with")
+    recipes = options.get("recipes", ())
+    with restored(model, always=True):
+        apply_plan(model, plan, recipes=recipes, backend=backend)
+        sites = {site.name: site for site in plan.patched if site.decisions}
+        calls = capture_calls(model, sites, batches)
+        reference = outputs_of(model, batches)
+        known = [Alternatives(s, forms_of(s, calls[n], max_rank)) for n, s in sites.items()]
+
+        def difference(allowed: float) -> float:
+            tried = _with(plan, known, allowed, math.nan)
+            apply_plan(model, tried, recipes=recipes, backend=backend)
+            return relative_change(outputs_of(model, batches), reference)
+
+        search = Search(known, difference, max_output_error)
+        allowed = search.run()
+    done = _with(plan, known, allowed, search.tried[allowed])
+    settled = dataclasses.replace(
+        plan.options, method="auto", max_rank=max_rank, max_output_error=max_output_error
+    )
+    return dataclasses.replace(done, options=settled)
+
+
+def _with(plan: Plan, known: list[Alternatives], allowed: float, difference: float) -> Plan:
+    planned = {each.site.name: each.planned(allowed, difference) for each in known}
+    return dataclasses.replace(plan, sites=[planned.get(s.name, s) for s in plan.sites])
+
+
+def _as_here(batch: Batch, model: nn.Module) -> Batch:
+    parameter = next(model.parameters())
+    return batch.to(parameter.device, parameter.dtype)

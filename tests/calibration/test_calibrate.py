@@ -1,0 +1,121 @@
+"""Ranks chosen by their effect on outputs: a limit holds, and heads that do not matter are cheap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashbias_convert import apply_plan, load_model, save_model
+from flashbias_convert.calibration import CalibrationError, calibrate_model
+from flashbias_convert.calibration.alternatives import Form, merged
+from flashbias_convert.calibration.search import Alternatives, Search, relative_change
+from flashbias_convert.errors import UsageError
+from flashbias_convert.plan import Plan
+from flashbias_convert.swap import patched_modules
+from flashbias_convert.terms import Dense, Regions, ScoreBias
+from tests.toy import TOY, ToyModel, make_input, make_model
+
+
+def make(seed: int = 0) -> ToyModel:
+    """Head 1 of every block writes nothing: its bias cannot matter."""
+    model = make_model(seed=seed)
+    with torch.no_grad():
+        for block in model.blocks:
+            block["attn"].qkv.weight[2 * 16 + 8 :] = 0  # type: ignore[index,union-attr]
+            block["attn"].qkv.bias[2 * 16 + 8 :] = 0  # type: ignore[index,union-attr]
+    return model
+
+
+def calibrate(model: ToyModel, limit: float, **options: Any) -> Plan:
+    return calibrate_model(
+        model, make_input(), max_output_error=limit, recipes=[TOY], backend="sdpa", **options
+    )
+
+
+@torch.no_grad()
+def change(model: ToyModel, plan: Plan, x: Tensor) -> float:
+    reference = model(x).double()
+    apply_plan(model, plan, recipes=[TOY], backend="sdpa")
+    return relative_change([model(x).double()], [reference])
+
+
+@pytest.mark.parametrize("limit", [1e-4, 3e-3, 3e-2, 0.3])
+def test_the_limit_holds_on_the_inputs(limit: float) -> None:
+    model = make()
+    plan = calibrate(model, limit)
+    assert not patched_modules(model)
+    assert plan.options.max_output_error == limit
+    assert change(model, plan, make_input()) <= limit * 1.001
+
+
+def test_a_looser_limit_costs_less_and_idle_heads_get_nothing() -> None:
+    plans = [calibrate(make(), limit) for limit in (1e-4, 3e-2, 0.9)]
+    kinds = [[d.term for s in plan.sites for d in s.decisions] for plan in plans]
+    assert all(kind == "none" for kind in kinds[0][1::2])  # they write zeros
+    assert all(kind == "dense" for kind in kinds[0][::2])
+    assert "low_rank" in kinds[1][::2]
+    assert set(kinds[2]) == {"none"}
+    assert all("calibrated" in site.reason for site in plans[1].sites)
+
+
+def test_a_calibrated_model_is_saved_and_loads(tmp_path: Any) -> None:
+    model = make()
+    plan = calibrate(model, 3e-2)
+    apply_plan(model, plan, recipes=[TOY], backend="sdpa")
+    save_model(model, tmp_path / "m.safetensors", arch=make, plan=plan, recipes=[TOY])
+    loaded = load_model(tmp_path / "m.safetensors", arch=make, recipes=[TOY], backend="sdpa")
+    with torch.no_grad():
+        assert torch.equal(loaded(make_input()), model(make_input()))
+
+
+def test_max_rank_caps() -> None:
+    plan = calibrate(make(), 3e-2, max_rank=16)
+    assert max(r for s in plan.sites for r in s.ranks()) == 16
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, 1.5, float("nan")])
+def test_limits_that_make_no_sense(limit: float) -> None:
+    with pytest.raises(UsageError, match="max_output_error"):
+        calibrate(make(), limit)
+
+
+def test_no_inputs() -> None:
+    with pytest.raises(UsageError, match="no inputs"):
+        calibrate_model(make(), [], recipes=[TOY])
+
+
+def form(label: str, cost: float, errors: list[float]) -> Form:
+    bias = ScoreBias((Dense(bias=torch.full((2, 4, 4), cost)),), 2)
+    return Form(label, bias, cost, (), torch.tensor(errors))
+
+
+def test_the_search_finds_the_largest_bound_and_stops_where_nothing_holds() -> None:
+    plan = calibrate(make(), 0.9)
+    site = plan.sites[0]
+    forms = [form("none", 0, [0.5, 0.1]), form("rank", 1, [0.2, 0.05]), form("exact", 5, [0, 0])]
+    known = Alternatives(site, forms)
+    assert (
+        known.choice(0.0) == [2, 2] and known.choice(0.1) == [2, 0] and known.choice(0.6) == [0, 0]
+    )
+    search = Search([known], lambda allowed: allowed * 2, limit=0.41)
+    assert search.run() == pytest.approx(0.2)
+    with pytest.raises(CalibrationError, match="even exact terms"):
+        Search([known], lambda allowed: 1.0, limit=0.4).run()
+
+
+def test_forms_are_merged_head_by_head() -> None:
+    ids = Regions(ids=torch.tensor([0, 0, 1, 1]))
+    forms = [form("a", 1, [0, 0]), form("b", 2, [0, 0])]
+    both = merged(forms, [1, 0], (ids,))
+    assert torch.equal(both.dense(4, 4)[0, 0, :2], torch.tensor([2.0, 2.0]))
+    assert torch.equal(both.dense(4, 4)[1, 0], torch.tensor([1.0, 1.0, -99.0, -99.0]))
+    assert [t.heads for t in both.terms] == [(1,), (0,), None]
+    same = merged(forms, [1, 1], ())
+    assert [t.heads for t in same.terms] == [None]
+
+
+def test_nan_outputs_never_hold() -> None:
+    assert relative_change([torch.tensor([float("nan")])], [torch.ones(1)]) == float("inf")
