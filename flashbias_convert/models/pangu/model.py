@@ -46,6 +46,9 @@ class PanguModel(nn.Module):
         UsageError: sizes that make no model.
     """
 
+    #: what `build` was called with, so that a saved model says how to build it again
+    flashbias_arch: dict[str, Any] | None = None
+
     def __init__(
         self,
         *,
@@ -136,7 +139,9 @@ def build(**args: Any) -> PanguModel:
     """
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in args.items()}
     try:
-        return PanguModel(**values)
+        model = PanguModel(**values)
+        model.flashbias_arch = {"name": "pangu", "args": args}
+        return model
     except TypeError as error:
         raise UsageError(f"cannot build a PanguModel: {error}") from error
 
