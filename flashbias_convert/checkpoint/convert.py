@@ -152,7 +152,8 @@ def require_patched(plan: Plan) -> None:
 
 def _keywords(options: DecomposeOptions) -> dict[str, Any]:
     values = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
-    del values["version"]
+    # of the schema, and of a calibration, which needs inputs and not these
+    del values["version"], values["max_output_error"]
     return values
 
 

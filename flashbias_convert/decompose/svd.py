@@ -8,6 +8,7 @@ keeps. `centre=False` gives the raw variant for comparison.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,8 @@ FP32_ENERGY = 1e-12
 #: Entries this close to a column's largest one count as equally large when the sign is fixed:
 #: columns of symmetric windows hold +x and -x, and which is larger is an accident of rounding.
 SIGN_TIE = 1e-6
+#: From this many matrices on, and up to this size, a GPU finds eigenvectors instead.
+MANY, SMALL = 16, 512
 
 
 # -- numbers -------------------------------------------------------------------------------
@@ -331,7 +334,7 @@ def _robust_svd(matrix: Tensor, vectors: bool) -> tuple[Tensor, Tensor, Tensor]:
     resolve singular values down to 1e-8 of the largest, are the last resort.
     """
     attempts = (
-        lambda: _svd(matrix, vectors),
+        lambda: _svd_by_gram(matrix) if _is_many_small(matrix) else _svd(matrix, vectors),
         lambda: _svd(matrix.cpu(), vectors),
         lambda: _svd_by_gram(matrix.cpu()),
     )
@@ -350,6 +353,12 @@ def _robust_svd(matrix: Tensor, vectors: bool) -> tuple[Tensor, Tensor, Tensor]:
         f"not converge: {failure or 'it returned values that are not finite'}",
         'leave this site as it is, or use method="exact"',
     ) from failure
+
+
+def _is_many_small(matrix: Tensor) -> bool:
+    """Whether eigenvectors come much faster: cuSOLVER has a batched driver for those alone."""
+    *lead, n, m = matrix.shape
+    return matrix.is_cuda and math.prod(lead) >= MANY and min(n, m) <= SMALL
 
 
 def _svd(matrix: Tensor, vectors: bool) -> tuple[Tensor, Tensor, Tensor]:

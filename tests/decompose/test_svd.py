@@ -17,7 +17,7 @@ from flashbias_convert.decompose import (
     svd,
     svd_factors,
 )
-from flashbias_convert.decompose.svd import filled_rank
+from flashbias_convert.decompose.svd import filled_rank, truncated_svd
 from flashbias_convert.errors import DecompositionError, UsageError
 
 
@@ -373,3 +373,18 @@ def test_filling_respects_the_cap_and_the_matrix():
 def test_filled_rank(needed: int, split: int, most: int, rank: int):
     """(15 + 2 columns need 32 anyway; 3 columns, all split, take 9 of 16.)"""
     assert filled_rank(needed, split, most) == rank
+
+
+def test_many_small_matrices_are_decomposed_by_their_eigenvectors_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU: the same ranks, and the same matrices to the rounding of fp32 factors."""
+    bias = 5.0 + torch.stack(
+        [of_rank(8, n=36, m=36, heads=2) + 0.01 * gaussian(2, 36, 36, seed=s) for s in range(4)]
+    )
+    plain = truncated_svd(bias, energy=0.999)
+    monkeypatch.setattr("flashbias_convert.decompose.svd._is_many_small", lambda matrix: True)
+    other = truncated_svd(bias, energy=0.999)
+    assert other.needed == plain.needed
+    expected, found = (x.term.dense(36, 36, dtype=torch.float64) for x in (plain, other))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6 * float(bias.abs().max()))
