@@ -53,6 +53,7 @@ def inspect_model(
     target: str | None = None,
     tokens: int | None = None,
     fill: bool = True,
+    diagonal: bool = False,
     force_all: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
@@ -62,8 +63,8 @@ def inspect_model(
 
     Args:
         model: any model whose weights are loaded.
-        energy, method, max_rank, max_attention_error, target, tokens, fill, force_all: see
-            `DecomposeOptions`.
+        energy, method, max_rank, max_attention_error, target, tokens, fill, diagonal, force_all:
+            see `DecomposeOptions`.
         include: names of sites to convert, exact, or ``re:PATTERN`` matched against the whole
             name; nothing means all.
         exclude: names of sites to leave alone, in the same form; wins over `include`.
@@ -85,6 +86,7 @@ def inspect_model(
         max_attention_error=max_attention_error,
         target=target,
         fill=fill,
+        diagonal=diagonal,
         force_all=force_all,
         tokens=tokens,
     )

@@ -32,6 +32,9 @@ class DecomposeOptions:
             costs are measured per card, one cost table serves all.
         fill: raise ranks to what a kernel computes with anyway (16, 32, 64, ... columns): more
             accurate at the same speed. False keeps the smallest rank that holds `energy`.
+        diagonal: also try low rank plus a diagonal, for biases with a value of their own where a
+            token meets itself; taken where it needs fewer columns of a kernel. Square sites only,
+            and slow: many SVDs per head.
         force_all: convert sites that would not get faster, too.
         tokens: sequence length to plan for where the model leaves it open (language models).
         max_output_error: what `calibrate_model` allowed the outputs to change, relatively; None
@@ -45,6 +48,7 @@ class DecomposeOptions:
     max_attention_error: float = 0.25
     target: str | None = None
     fill: bool = True
+    diagonal: bool = False
     force_all: bool = False
     tokens: int | None = None
     max_output_error: float | None = None

@@ -92,6 +92,15 @@ FillOpt = Annotated[
         rich_help_panel=_WHAT,
     ),
 ]
+DiagonalOpt = Annotated[
+    bool,
+    typer.Option(
+        "--diagonal",
+        metavar="",
+        help="Also try low rank plus a diagonal, which takes longer to find.",
+        rich_help_panel=_WHAT,
+    ),
+]
 ForceAllOpt = Annotated[
     bool,
     typer.Option(

@@ -17,10 +17,12 @@ from .candidates import (
     Truncation,
     exact_candidates,
     find_tables,
+    named,
     select,
     truncate,
+    truncate_with_diagonal,
 )
-from .costs import SHORTEST_N
+from .costs import SHORTEST_N, rank_bucket
 from .decision import Decomposition
 from .exact import dense_term, is_row_constant
 from .svd import check_bias, check_size
@@ -42,8 +44,9 @@ def decompose(
     takes, per head, the cheapest candidate (`costs.relative_cost`) that keeps the energy and stays
     within `options.max_attention_error`, and sets `left_alone` for a site with fewer than
     `costs.SHORTEST_N` queries and keys. A truncation that fails either criterion is replaced by an
-    exact term, with "svd" too. Energy 1.0 allows exact terms only. A head that is constant along
-    its rows needs no term, whatever the method.
+    exact term, with "svd" too. Energy 1.0 allows exact terms only. With `options.diagonal` low rank
+    plus a diagonal competes with low rank alone: by cost in "auto", in "svd" where it pads to fewer
+    columns. A head that is constant along its rows needs no term, whatever the method.
 
     Args:
         bias: floating point, shape (H, N, M) or (*batch, H, N, M), without masks. One decision
@@ -68,16 +71,17 @@ def decompose(
     constant = is_row_constant(bias, visible).reshape(-1, num_heads).all(0).tolist()
     heads = [h for h in range(num_heads) if not constant[h]]
     left_alone = _left_alone(bias, options)
-    truncated = None if left_alone else truncate(bias, heads, options, name, visible)
-    low_rank = truncated.candidates(*bias.shape[-2:]) if truncated else {}
-    needs_exact = [h for h in heads if not _takes_truncation(low_rank.get(h), options)]
+    truncations = [] if left_alone else _truncations(bias, heads, options, name, visible)
+    found = [t.candidates(*bias.shape[-2:]) for t in truncations]
+    low_rank = {h: [some[h] for some in found if h in some] for h in heads}
+    needs_exact = [h for h in heads if _taken_by_svd(low_rank[h], options) is None]
     tables = find_tables(bias, needs_exact, index, name)
 
     picked = dict.fromkeys(range(num_heads), (NO_TERM, NO_TERM.why))
     for head in heads:
         exact = exact_candidates(bias, head, tables)
-        picked[head] = _pick(exact, low_rank.get(head), options)
-    terms = _terms(bias, {h: c.term for h, (c, _) in picked.items()}, tables, truncated)
+        picked[head] = _pick(exact, low_rank[head], options)
+    terms = _terms(bias, {h: c.term for h, (c, _) in picked.items()}, tables, truncations)
     decisions = tuple(c.decision(h, reason) for h, (c, reason) in picked.items())
     return Decomposition(ScoreBias(terms, num_heads), decisions, left_alone)
 
@@ -105,59 +109,75 @@ def _left_alone(bias: Tensor, options: DecomposeOptions) -> str | None:
     return f"{n} queries and {m} keys: attention over fewer than {SHORTEST_N} does not get faster"
 
 
+def _truncations(
+    bias: Tensor, heads: list[int], options: DecomposeOptions, name: str, visible: Tensor | None
+) -> list[Truncation]:
+    """Low rank, and low rank with a diagonal, as far as the options ask for them."""
+    plain = truncate(bias, heads, options, name, visible)
+    if plain is None:
+        return []
+    low_rank = plain.candidates(*bias.shape[-2:])
+    more = truncate_with_diagonal(bias, low_rank, options, name, visible)
+    return [plain] if more is None else [plain, more]
+
+
 # -- picking -------------------------------------------------------------------------------
 
 
-def _takes_truncation(low_rank: Candidate | None, options: DecomposeOptions) -> bool:
-    """Whether a head is settled without looking for exact terms: "svd" takes what holds."""
-    return options.method == "svd" and low_rank is not None and not low_rank.miss(options)
+def _taken_by_svd(low_rank: list[Candidate], options: DecomposeOptions) -> Candidate | None:
+    """What settles a head without a look at exact terms: "svd" takes a truncation that holds."""
+    if options.method != "svd":
+        return None
+    good = [c for c in low_rank if not c.miss(options)]
+    # of equals the first one, without a diagonal
+    return min(good, key=lambda c: rank_bucket(c.rank or 0), default=None)
 
 
 def _pick(
-    exact: list[Candidate], low_rank: Candidate | None, options: DecomposeOptions
+    exact: list[Candidate], low_rank: list[Candidate], options: DecomposeOptions
 ) -> tuple[Candidate, str]:
     """The candidate for one head, and why.
 
     Args:
         exact: in order of preference.
-        low_rank: the truncation, if there is one.
+        low_rank: the truncations that there are.
         options: method and criteria.
     """
-    if low_rank is not None and _takes_truncation(low_rank, options):
-        return low_rank, low_rank.why
-    miss = low_rank.miss(options) if low_rank is not None else ""
+    taken = _taken_by_svd(low_rank, options)
+    if taken is not None:
+        others = [c for c in low_rank if c is not taken]
+        return taken, "; ".join([taken.why, *(f"instead of {c.label()}" for c in others)])
+    misses = [miss for c in low_rank if (miss := c.miss(options))]
     if options.method != "auto":
-        return exact[0], f"{exact[0].why}; {miss}" if miss else exact[0].why
-    candidates = exact if miss or low_rank is None else [*exact, low_rank]
+        return exact[0], "; ".join([exact[0].why, *misses])
+    candidates = [*exact, *(c for c in low_rank if not c.miss(options))]
     best = min(candidates, key=lambda c: c.cost)  # the first of equals: an exact one
     parts = [f"{best.why}, cost {best.cost:g}"]
     parts += [f"{c.label()} costs {c.cost:g}" for c in candidates if c is not best]
-    return best, "; ".join([*parts, miss] if miss else parts)
+    return best, "; ".join([*parts, *misses])
 
 
 # -- terms ---------------------------------------------------------------------------------
 
 
 def _terms(
-    bias: Tensor, kinds: dict[int, str], tables: Tables, truncated: Truncation | None
+    bias: Tensor, kinds: dict[int, str], tables: Tables, truncations: list[Truncation]
 ) -> tuple[Term, ...]:
     """One term per kind, and per set of codes, for the heads that took it."""
 
-    def of(kind: str) -> list[int]:
-        return [h for h, taken in kinds.items() if taken == kind]
+    def of(*wanted: str) -> list[int]:
+        return [h for h, taken in kinds.items() if taken in wanted]
 
-    def named(heads: list[int]) -> tuple[int, ...] | None:
-        return None if len(heads) == len(kinds) else tuple(heads)
-
+    total = len(kinds)
     terms: list[Term] = []
-    if truncated is not None and of("low_rank"):
-        factors = truncated.for_heads(of("low_rank"))
-        terms.append(dataclasses.replace(factors, heads=named(of("low_rank"))))
+    for truncation in truncations:
+        heads = of(*truncation.kinds())
+        terms += truncation.terms(heads, total) if heads else ()
     for members, table in tables:
         heads = [h for h in of("relative_table") if h in members]
         chosen = table.select_heads([members.index(h) for h in heads]) if heads else None
         if chosen is not None:
-            terms.append(dataclasses.replace(chosen, heads=named(heads)))
+            terms.append(dataclasses.replace(chosen, heads=named(heads, total)))
     if of("dense"):
-        terms.append(dense_term(select(bias, of("dense")), named(of("dense"))))
+        terms.append(dense_term(select(bias, of("dense")), named(of("dense"), total)))
     return tuple(terms)

@@ -19,6 +19,9 @@ SMALLEST_BUCKET = 16
 
 #: Cost of a low-rank term by its padded number of columns.
 LOW_RANK = {16: 1.0, 32: 2.0, 64: 6.0, 128: 16.0, 256: 40.0}
+#: Cost of a diagonal: a comparison, a selection and an addition per score, and no memory. Nobody
+#: measured it; it counts as much as 16 columns, so that a diagonal must save more than these.
+DIAGONAL = 1.0
 #: More columns than any kernel takes.
 LOW_RANK_BEYOND = 100.0
 #: Cost of one table look-up.
@@ -40,9 +43,9 @@ def relative_cost(kind: str, n: int, m: int, rank: int = 0) -> float:
     """Cost per score of adding a term to an attention over n queries and m keys.
 
     The rule, verbatim: nothing costs 0; a low-rank term 1, 2, 6, 16 or 40 if its rank, padded,
-    is 16, 32, 64, 128 or 256, and 100 above; a relative table 9; a dense bias 5 while the n x m
-    matrix of one head takes at most 2 MiB in half precision (n = m = 1024), else 15. Of two terms
-    of equal cost the exact one is taken.
+    is 16, 32, 64, 128 or 256, and 100 above; a diagonal 1; a relative table 9; a dense bias 5 while
+    the n x m matrix of one head takes at most 2 MiB in half precision (n = m = 1024), else 15. Of
+    two terms of equal cost the exact one is taken, and of factors those without a diagonal.
 
     Args:
         kind: "none", or the kind of a term.
@@ -58,6 +61,8 @@ def relative_cost(kind: str, n: int, m: int, rank: int = 0) -> float:
     if kind == "low_rank":
         bucket = rank_bucket(rank)
         return LOW_RANK.get(bucket, LOW_RANK_BEYOND) if bucket else 0.0
+    if kind == "diagonal":
+        return DIAGONAL
     if kind == "relative_table":
         return RELATIVE_TABLE
     if kind == "dense":

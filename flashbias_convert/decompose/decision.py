@@ -16,7 +16,8 @@ class HeadDecision:
 
     Attributes:
         head: index of the head.
-        term: kind of the term, or "none" where the bias is constant along rows.
+        term: kind of the term, "low_rank+diagonal" for the two together, or "none" where the bias
+            is constant along rows.
         rank: rank of a low-rank term, else None.
         energy: kept share of squared singular values of the row-centred bias, in [0, 1].
         logit_error_max: largest |b - b_hat| after row-centring.

@@ -67,7 +67,13 @@ def row_center(bias: Tensor, visible: Tensor | None = None) -> Tensor:
 
 
 @torch.no_grad()
-def measure(bias: Tensor, approximation: Tensor | LowRank, visible: Tensor | None = None) -> Loss:
+def measure(
+    bias: Tensor,
+    approximation: Tensor | LowRank,
+    visible: Tensor | None = None,
+    *,
+    diagonal: Tensor | None = None,
+) -> Loss:
     """Compare a bias with its approximation, in float64, a few matrices at a time.
 
     Args:
@@ -76,13 +82,14 @@ def measure(bias: Tensor, approximation: Tensor | LowRank, visible: Tensor | Non
             its heads, which are multiplied chunk by chunk.
         visible: bool, shape (N, M), True where a query attends to a key. Hidden cells count for
             nothing, and a row that sees no key has no say.
+        diagonal: added to an approximation by factors, shape (*batch, H, N).
 
     Returns:
         One number per matrix; see `Loss`. Never NaN for finite input.
     """
     lead, (n, m) = bias.shape[:-2], bias.shape[-2:]
     flat = bias.reshape(-1, n, m)
-    approximate = _slices(approximation, bias)
+    approximate = _slices(approximation, bias, diagonal)
     parts = [
         _measure(flat[part].double(), approximate(part), visible)
         for part in chunks(len(flat), n * m)
@@ -92,7 +99,9 @@ def measure(bias: Tensor, approximation: Tensor | LowRank, visible: Tensor | Non
     return Loss(**columns)
 
 
-def _slices(approximation: Tensor | LowRank, bias: Tensor) -> Callable[[slice], Tensor]:
+def _slices(
+    approximation: Tensor | LowRank, bias: Tensor, diagonal: Tensor | None
+) -> Callable[[slice], Tensor]:
     """A function from a slice of flattened matrices to their approximation, float64."""
     if isinstance(approximation, Tensor):
         dense = approximation.expand(bias.shape).reshape(-1, *bias.shape[-2:])
@@ -100,7 +109,15 @@ def _slices(approximation: Tensor | LowRank, bias: Tensor) -> Callable[[slice], 
     rank, lead = approximation.max_rank, bias.shape[:-2]
     phi_q = approximation.phi_q.expand(*lead, bias.shape[-2], rank).flatten(0, -3)
     phi_k = approximation.phi_k.expand(*lead, bias.shape[-1], rank).flatten(0, -3)
-    return lambda part: phi_q[part].double() @ phi_k[part].double().mT
+    own = None if diagonal is None else diagonal.expand(bias.shape[:-1]).flatten(0, -2)
+
+    def multiply(part: slice) -> Tensor:
+        product = phi_q[part].double() @ phi_k[part].double().mT
+        if own is not None:
+            product.diagonal(dim1=-2, dim2=-1).add_(own[part])
+        return product
+
+    return multiply
 
 
 def _measure(bias: Tensor, approximation: Tensor, visible: Tensor | None) -> dict[str, Tensor]:

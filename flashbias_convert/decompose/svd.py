@@ -9,6 +9,7 @@ keeps. `centre=False` gives the raw variant for comparison.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,7 +58,7 @@ def spectrum(bias: Tensor, *, centre: bool = True, visible: Tensor | None = None
     lead, (n, m) = bias.shape[:-2], bias.shape[-2:]
     flat = bias.reshape(-1, n, m)
     values = [
-        _robust_svd(_prepare(flat[part], centre, visible), vectors=False)[1]
+        robust_svd(centred(flat[part], centre, visible), vectors=False)[1]
         for part in chunks(len(flat), n * m)
     ]
     return torch.cat(values).reshape(*lead, min(n, m))
@@ -74,7 +75,7 @@ def cumulative_energy(singular_values: Tensor) -> Tensor:
     Returns:
         float64, shape (..., K), ascending to exactly 1.
     """
-    tail = _tail_energy(_descending(singular_values))
+    tail = tail_energy(_descending(singular_values))
     total = tail[..., :1]
     share = 1 - tail[..., 1:] / total.where(total > 0, torch.ones_like(total))
     return share.where(total > 0, torch.ones_like(share))
@@ -100,18 +101,22 @@ def rank_for_energy(singular_values: Tensor, energy: float) -> Tensor:
     count = values.shape[-1]
     floor = values[..., :1] * count * torch.finfo(torch.float64).eps
     values = values.where(values > floor, torch.zeros_like(values))
-    tail = _tail_energy(values)
-    # 1 - 0.9 is a rounding error short of 0.1; a tail of exactly 0.1 may still be cut
-    allowed = (1 - energy) * tail[..., :1] * (1 + 1e-9)
-    rank = (tail > allowed).sum(-1)
+    tail = tail_energy(values)
+    rank = (tail > allowed_tail(tail[..., :1], energy)).sum(-1)
     return torch.maximum(rank, (values[..., 0] > 0).long())
+
+
+def allowed_tail(total: Tensor, energy: float) -> Tensor:
+    """The energy that may be lost of a total, in any shape."""
+    # 1 - 0.9 is a rounding error short of 0.1; a tail of exactly 0.1 may still be cut
+    return (1 - energy) * total * (1 + 1e-9)
 
 
 def _descending(singular_values: Tensor) -> Tensor:
     return singular_values.double().sort(-1, descending=True).values
 
 
-def _tail_energy(descending: Tensor) -> Tensor:
+def tail_energy(descending: Tensor) -> Tensor:
     """Energy left after the first 0, 1, ..., K values: shape (..., K + 1)."""
     energy = descending.square()
     tail = energy.flip(-1).cumsum(-1).flip(-1)
@@ -129,11 +134,13 @@ class TruncatedSVD:
         term: the factors of all heads.
         needed: the rank at which each head keeps the energy (or the cap).
         errors: root mean square logit error at those ranks, float64, shape (B, H).
+        diagonal: fp32 (*batch, H, N), what the factors leave to a diagonal; None means nothing.
     """
 
     term: LowRank
     needed: tuple[int, ...]
     errors: Tensor
+    diagonal: Tensor | None = None
 
 
 def svd_factors(
@@ -186,7 +193,7 @@ def truncated_svd(
     """`svd_factors`, with the ranks and errors before filling. Same arguments and errors."""
     check_size(bias)
     check_bias(bias)
-    lead, (n, m) = bias.shape[:-3], bias.shape[-2:]
+    n, m = bias.shape[-2:]
     by_head = bias.reshape(-1, *bias.shape[-3:])
     needed, pieces, errors = [], [], []
     for head in range(bias.shape[-3]):
@@ -194,12 +201,25 @@ def truncated_svd(
         rank = int(rank_for_energy(values, energy).max())
         rank = rank if max_rank is None else min(rank, max_rank)
         # columns that filling may take; clone: a view would keep all columns of this head alive
-        most = _most_columns(rank, values, max_rank) if fill else rank
+        most = most_columns(rank, values, max_rank) if fill else rank
         pieces.append((phi_q[..., :most].clone(), phi_k[..., :most].clone()))
-        errors.append((_tail_energy(values)[..., rank] / (n * m)).sqrt())
+        errors.append((tail_energy(values)[..., rank] / (n * m)).sqrt())
         needed.append(rank)
+    return assemble(pieces, needed, torch.stack(errors, -1), bias.shape[:-3])
+
+
+def assemble(
+    pieces: Sequence[tuple[Tensor, Tensor]], needed: Sequence[int], rms: Tensor, lead: Sequence[int]
+) -> TruncatedSVD:
+    """Factors of heads side by side, their ranks filled as far as their columns reach.
+
+    Args:
+        pieces: for each head fp32 columns (B, N, r) and (B, M, r), at least as many as needed.
+        needed: the rank of each head.
+        rms: root mean square logit error at those ranks, float64, shape (B, H).
+        lead: the batch dimensions that B stands for.
+    """
     kept = [(q[..., :r], k[..., :r]) for (q, k), r in zip(pieces, needed, strict=True)]
-    rms = torch.stack(errors, -1)
     phi_q, phi_k = (_stack(list(side)) for side in zip(*kept, strict=True))
     split = split_columns(phi_q, phi_k, rms)
     ranks = [filled_rank(r, split, q.shape[-1]) for r, (q, _) in zip(needed, pieces, strict=True)]
@@ -214,7 +234,7 @@ def truncated_svd(
     return TruncatedSVD(term, tuple(needed), rms)
 
 
-def _most_columns(rank: int, values: Tensor, max_rank: int | None) -> int:
+def most_columns(rank: int, values: Tensor, max_rank: int | None) -> int:
     """How many columns filling may take: no more than a bucket, the cap or the matrix has.
 
     If every column of this rank is split, the bucket holds three times the rank.
@@ -262,11 +282,16 @@ def _head_factors(
     """All columns of one head: fp32 (B, N, K) and (B, M, K), float64 values (B, K)."""
     parts = []
     for part in chunks(len(bias), bias.shape[-2] * bias.shape[-1]):
-        u, values, v = _robust_svd(_prepare(bias[part], centre, visible), vectors=True)
-        sign = _column_signs(v) * values.sqrt()[..., None, :]
-        parts.append(((u * sign).float(), (v * sign).float(), values))
+        parts.append(balanced_factors(centred(bias[part], centre, visible)))
     phi_q, phi_k, values = (torch.cat(x) for x in zip(*parts, strict=True))
     return phi_q, phi_k, values
+
+
+def balanced_factors(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All columns of float64 matrices: fp32 (B, N, K) and (B, M, K), float64 values (B, K)."""
+    u, values, v = robust_svd(matrix, vectors=True)
+    sign = _column_signs(v) * values.sqrt()[..., None, :]
+    return (u * sign).float(), (v * sign).float(), values
 
 
 def _column_signs(v: Tensor) -> Tensor:
@@ -321,12 +346,12 @@ def check_size(bias: Tensor, name: str = "") -> None:
         )
 
 
-def _prepare(bias: Tensor, centre: bool, visible: Tensor | None) -> Tensor:
+def centred(bias: Tensor, centre: bool, visible: Tensor | None) -> Tensor:
     """float64, since no SVD exists for half precision; centred if asked for."""
     return row_center(bias.double(), visible) if centre else bias.double()
 
 
-def _robust_svd(matrix: Tensor, vectors: bool) -> tuple[Tensor, Tensor, Tensor]:
+def robust_svd(matrix: Tensor, vectors: bool) -> tuple[Tensor, Tensor, Tensor]:
     """U (B, N, K), S (B, K) descending, V (B, M, K); U and V are empty without `vectors`.
 
     Drivers on a GPU fail to converge for repeated singular values and for nearly rank-one

@@ -76,11 +76,13 @@ def test_quiet_says_nothing(cli: Cli, tmp_path: Path) -> None:
 def test_options_reach_the_plan(cli: Cli, tmp_path: Path) -> None:
     path, output = write_tiny(tmp_path / "x.safetensors"), tmp_path / "out.safetensors"
     options = "--energy 0.9 --method svd --max-rank 12 --max-attention-error 0.5 --target h100"
-    done = cli(path, *ARCH, "-o", output, *options.split(), "--force-all", "--dtype", "float64")
+    flags = ["--force-all", "--diagonal", "--dtype", "float64"]
+    done = cli(path, *ARCH, "-o", output, *options.split(), *flags)
     assert done.code == 0, done.err
     saved = read_plan(output).options
     assert (saved.energy, saved.method, saved.max_rank) == (0.9, "svd", 12)
     assert (saved.max_attention_error, saved.target, saved.force_all) == (0.5, "h100", True)
+    assert saved.diagonal is True
     assert (tmp_path / "out.plan.json").exists()
 
 
