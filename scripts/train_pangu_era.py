@@ -56,9 +56,10 @@ class Hyperparameters:
 
     batch: int = 16
     lr: float = 2e-3
-    bias_lr: float = 1e-2
+    bias_lr: float = 3e-3
     betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = 0.05
+    bias_decay: float = 0.1
     warmup: float = 0.05
     clip_grad: float = 1.0
     drop_path: float = 0.1
@@ -78,9 +79,10 @@ class Table(nn.Module):
         super().__init__()
         index = earth_position_index(attention.window_size)
         cells = torch.zeros(int(index.max()) + 1, dtype=torch.int64)
-        cells[index.flatten()] = torch.arange(index.numel())
-        self.register_buffer("index", index, persistent=False)
-        self.register_buffer("cells", cells, persistent=False)  # one cell of each entry
+        cells[index.flatten()] = torch.arange(index.numel())  # one cell of each entry
+        device = attention.earth_specific_bias.device
+        self.register_buffer("index", index.to(device), persistent=False)
+        self.register_buffer("cells", cells.to(device), persistent=False)
 
     def forward(self, table: Tensor) -> Tensor:
         """The dense bias."""
@@ -94,6 +96,12 @@ class Table(nn.Module):
 def attentions(model: nn.Module) -> list[tuple[str, EarthAttention3D]]:
     """The attention modules with their names, in the order they run."""
     return [(n, m) for n, m in model.named_modules() if isinstance(m, EarthAttention3D)]
+
+
+def clear_biases(model: nn.Module) -> None:
+    """Set every bias to zero."""
+    for _, attention in attentions(model):
+        nn.init.zeros_(attention.earth_specific_bias)
 
 
 def tie(model: nn.Module) -> None:
@@ -165,14 +173,18 @@ class Batches:
 
 
 def make_optimizer(model: nn.Module, hyper: Hyperparameters) -> torch.optim.AdamW:
-    """Biases move faster than weights: their entries start near zero and must reach logits."""
+    """Tables start at zero, must reach logits, and learn from few tokens at a time.
+
+    Adam gives every entry steps of the same size, also those that attention hardly depends on.
+    Such entries would wander; decay and a moderate rate keep what is noise small.
+    """
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     tables = [p for n, p in named if BIAS in n]
     matrices = [p for n, p in named if BIAS not in n and p.dim() > 1]
     vectors = [p for n, p in named if BIAS not in n and p.dim() <= 1]
     decay = hyper.weight_decay
     groups = [
-        {"params": tables, "lr": hyper.bias_lr, "weight_decay": decay},
+        {"params": tables, "lr": hyper.bias_lr, "weight_decay": hyper.bias_decay},
         {"params": matrices, "lr": hyper.lr, "weight_decay": decay},
         {"params": vectors, "lr": hyper.lr, "weight_decay": 0.0},
     ]
@@ -305,6 +317,7 @@ def main() -> None:
     torch.manual_seed(options.seed)
     args = {**MODEL_ARGS, **(TINY if options.tiny else {})}
     model = build(**args, drop_path=hyper.drop_path).to(device).train()
+    clear_biases(model)
     tie(model)
     batches = Batches(normalised, hyper, device, options.seed)
     record = train(model, batches, hyper, options.seconds, options.steps)
@@ -329,8 +342,7 @@ def main() -> None:
         "held_out_zonal_mean": round(guess.square().mean().sqrt().item(), 5),
         "bias_std": bias_sizes(model),
     }
-    for _, attention in attentions(model):
-        nn.init.zeros_(attention.earth_specific_bias)
+    clear_biases(model)
     record["held_out_without_bias"] = errors(evaluation, model)
     write_json(options.output / "training.json", record)
     print(json.dumps({k: v for k, v in record.items() if k != "loss"}), flush=True)
