@@ -62,7 +62,7 @@ def site_views(model: nn.Module, plan: Plan, recipes: Iterable[Recipe] = ()) -> 
     """
     registry = Registry(tuple(recipes))
     for site in plan.sites:
-        with leave_no_trace(model):
+        with leave_no_trace(model.get_submodule(site.name)):
             view = _view(model, site, registry, plan.options.tokens)
         yield view
 

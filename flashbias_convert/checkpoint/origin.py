@@ -114,19 +114,19 @@ class _Finder:
             return self._by_identity[id(tensor)]
         if self._by_value is None:  # only models that rename their tensors come here
             self._by_value = {
-                _fingerprint(self._stored[name]): name for name in reversed(list(self._stored))
+                _content(self._stored[name]): name for name in reversed(list(self._stored))
             }
-        return self._by_value.get(_fingerprint(tensor))
+        return self._by_value.get(_content(tensor))
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """A hash over names, dtypes, shapes and bytes."""
     total = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
-        total.update(f"{name} {_fingerprint(tensors[name])}\n".encode())
+        total.update(f"{name} {_content(tensors[name])}\n".encode())
     return total.hexdigest()
 
 
-def _fingerprint(tensor: Tensor) -> str:
+def _content(tensor: Tensor) -> str:
     value = hashlib.blake2b(bytes_of(tensor).numpy().data, digest_size=16)
     return f"{tensor.dtype} {list(tensor.shape)} {value.hexdigest()}"

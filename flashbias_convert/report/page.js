@@ -7,7 +7,7 @@ const COLUMNS = [
   ["site", (site) => site.name],
   ["N", (site) => (site.n === site.m ? site.n || "" : `${site.n}x${site.m}`)],
   ["H", (site) => site.heads || ""],
-  ["terms", (site) => site.terms],
+  ["terms", (site) => site.terms.replaceAll("+", " + ")],
   ["rank", (site) => (site.ranks.length ? mean(site.ranks) : null)],
   ["energy", (site) => site.energy],
   ["logit max", (site) => site.logit_max],
@@ -88,12 +88,16 @@ function drawHeader() {
   );
 }
 
+function colourMark(head) { // the colour of its curve
+  return `border-left: 5px solid ${COLOURS[head % COLOURS.length]}`;
+}
+
 function headTable(decisions) {
   const titles = ["head", "term", "rank", "energy", "logit max", "logit rms", "attention error"];
   const rows = decisions.map((one) => node("tr", { title: one.reason }, ...[
     one.head, one.term, one.rank === null ? "" : one.rank, `${(100 * one.energy).toFixed(3)} %`,
     short(one.logit_error_max), short(one.logit_error_rms), short(one.attention_error),
-  ].map((text) => node("td", {}, String(text)))));
+  ].map((text, at) => node("td", at ? {} : { style: colourMark(one.head) }, String(text)))));
   return node("table", { class: "heads" },
     node("thead", {}, node("tr", {}, ...titles.map((title) => node("th", {}, title)))),
     node("tbody", {}, ...rows));
@@ -170,4 +174,7 @@ document.addEventListener("keydown", (event) => {
 
 drawHeader();
 drawList();
-if (data.sites.length) choose(fromAddress());
+if (data.sites.length) {
+  choose(fromAddress());
+  document.querySelector("#sites tr.chosen").scrollIntoView({ block: "nearest" });
+}
