@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import __version__
 from ..errors import CheckpointError
 from ..plan import Plan
+from .card import card_in, card_path
 from .files import INDEX_SUFFIX, SUFFIXES, check_inside
 from .header import PLAN_KEY, TIED_KEY, VERSION_KEY
 from .outputs import WEIGHTS_NAME, check_folder, check_output, plan_path
@@ -32,6 +33,7 @@ def write_file(
     *,
     force: bool = False,
     metadata: Mapping[str, str] | None = None,
+    card: str | None = None,
 ) -> None:
     """Write a converted file and its sidecar, complete or not at all.
 
@@ -41,6 +43,7 @@ def write_file(
         plan: goes into the header and the sidecar.
         force: replace existing files.
         metadata: further entries of the header.
+        card: text of a model card to write beside the file.
 
     Raises:
         UsageError: a file exists, or its folder cannot be written.
@@ -49,6 +52,8 @@ def write_file(
     with Staging(force) as staging:
         weights, sidecar = staging.add(path), staging.add(plan_path(path))
         _write_pair(weights, sidecar, tensors, plan, metadata or {}, path)
+        if card is not None:
+            _write_card(staging.add(card_path(path)), card, path)
         try:
             staging.commit()
         except OSError as error:
@@ -64,6 +69,7 @@ def write_folder(
     force: bool = False,
     metadata: Mapping[str, str] | None = None,
     max_bytes: int | None = None,
+    card: str | None = None,
 ) -> None:
     """Like `write_file`, but a folder with ``model.safetensors`` and the configs of `source`.
 
@@ -74,6 +80,7 @@ def write_folder(
             that none is taken for the converted ones.
         max_bytes: largest file of weights; where they are more, they are written in shards
             (``model-00001-of-00002.safetensors``), and at last the index that lists them.
+        card: text of a model card; it becomes ``README.md`` unless `source` has one.
     """
     if source is None:
         check_folder(folder, force)
@@ -92,6 +99,8 @@ def write_folder(
             _write_pair(weights, plan_path(weights), tensors, plan, metadata or {}, folder)
         else:
             _write_shards(weights, tensors, plan, metadata or {}, folder, max_bytes)
+        if card is not None:
+            _write_card(card_in(temporary), card, folder)
         try:
             staging.commit()
         except OSError as error:
@@ -138,6 +147,13 @@ def _write_shards(
             compare(path, own, header)
         found.write_index(weights.parent)
     except (OSError, SafetensorError) as error:
+        raise _failed(final, error) from error
+
+
+def _write_card(path: Path, text: str, final: Path) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
         raise _failed(final, error) from error
 
 

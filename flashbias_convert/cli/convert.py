@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from .config_file import ConfigOpt
 from .conversion import Request, run_conversion
 from .parameters import (
     ArchArgsOpt,
     ArchOpt,
+    CardOpt,
     CheckpointArg,
     DebugOpt,
     DeviceOpt,
@@ -37,6 +39,7 @@ def convert(
     checkpoint: CheckpointArg,
     output: OutputOpt = None,
     max_shard_size: ShardSizeOpt = None,
+    card: CardOpt = False,
     energy: EnergyOpt = 0.99,
     method: MethodOpt = Method.auto,
     max_rank: MaxRankOpt = None,
@@ -54,6 +57,7 @@ def convert(
     dtype: DtypeOpt = None,
     dry_run: DryRunOpt = False,
     force: ForceOpt = False,
+    config: ConfigOpt = None,
     report: ReportOpt = None,
     json: JsonOpt = False,
     debug: DebugOpt = False,
@@ -70,6 +74,7 @@ def convert(
         checkpoint=checkpoint,
         output=output,
         max_shard_size=max_shard_size,
+        card=card,
         options={
             "energy": energy,
             "method": method.value,

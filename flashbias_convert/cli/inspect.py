@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .config_file import ConfigOpt
 from .conversion import Request, run_conversion
 from .parameters import (
     ArchArgsOpt,
@@ -46,6 +47,7 @@ def inspect(
     arch_args: ArchArgsOpt = None,
     device: DeviceOpt = "cpu",
     dtype: DtypeOpt = None,
+    config: ConfigOpt = None,
     report: ReportOpt = None,
     json: JsonOpt = False,
     debug: DebugOpt = False,
@@ -61,6 +63,7 @@ def inspect(
         checkpoint=checkpoint,
         output=None,
         max_shard_size=None,
+        card=False,
         options={
             "energy": energy,
             "method": method.value,
