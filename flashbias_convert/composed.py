@@ -6,6 +6,9 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+#: in front of the name of an original class
+PATCHED_PREFIX = "FlashBias"
+
 
 class Composed(nn.Module):
     """Base of the classes that recipes supply.
@@ -33,7 +36,7 @@ def compose(recipe_class: type[Composed], original_class: type[nn.Module]) -> ty
     """The class of a patched module: `recipe_class` in front of `original_class`, made once."""
     if (recipe_class, original_class) not in _COMPOSED:
         _COMPOSED[recipe_class, original_class] = type(
-            f"FlashBias{original_class.__name__}",
+            f"{PATCHED_PREFIX}{original_class.__name__}",
             (recipe_class, original_class),
             {
                 "__module__": original_class.__module__,

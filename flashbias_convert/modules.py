@@ -177,6 +177,18 @@ class ScoreBiasModule(nn.Module):
         both = None if bound is None or scale_bound is None else SLACK * scale_bound + bound
         self.score_bound = both
 
+    def restore_layout(self) -> bool:
+        """Whether the terms that were just loaded were saved as stale; takes that mark off.
+
+        See `PatchedAttention.state_dict`. Reads the layout from its device.
+        """
+        if self.layout.is_meta or self.layout.any():
+            return False
+        text = ScoreBias.layout(self._spec).encode()
+        self.layout.copy_(torch.tensor(list(text), dtype=torch.uint8))
+        self._forget()
+        return True
+
     def planned_regions(self) -> Regions | None:
         """The term that stands for a mask, if there is one."""
         return next((t for t in self.bias.terms if isinstance(t, Regions)), None)

@@ -138,6 +138,17 @@ class PatchedAttention(Composed):
             self.seal()
         return moved
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """As of any module, but the layout of stale terms is zeros: see `seal_if_loaded`."""
+        state: dict[str, Any] = super().state_dict(*args, **kwargs)
+        if self.training:  # fused optimizers leave no trace but the values
+            self.compare_values()
+        if self.is_stale() and not self.score_bias.awaits_load:
+            prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+            key = f"{prefix}score_bias.layout"
+            state[key] = torch.zeros_like(state[key])
+        return state
+
     def _load_from_state_dict(self, *args: Any) -> None:
         self.score_bias.just_loaded = False
         super()._load_from_state_dict(*args)
@@ -152,9 +163,15 @@ class PatchedAttention(Composed):
 
 
 def seal_if_loaded(module: nn.Module, _: Any) -> None:
-    """Load hook of patched modules: weights that came with their terms are fresh."""
+    """Load hook of patched modules: weights that came with their terms are fresh.
+
+    Unless they were stale when they were saved.
+    """
     assert isinstance(module, PatchedAttention)
-    if module.score_bias.just_loaded:
+    if module.score_bias.just_loaded and module.score_bias.restore_layout():
+        module._seal = BROKEN
+        module.score_bias.awaits_load = False
+    elif module.score_bias.just_loaded:
         module.seal()
     elif not module.score_bias.awaits_load:
         module.compare_values()

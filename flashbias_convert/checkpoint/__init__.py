@@ -3,12 +3,13 @@
 from .architecture import Architecture, architecture_of
 from .build import build_model
 from .convert import Conversion, convert_checkpoint
-from .header import read_plan
 from .identify import identify
-from .load import load_model, save_model
+from .load import load_model
 from .open import OpenedModel, open_model
+from .plans import read_plan
 from .read import Checkpoint, read_checkpoint
 from .restore import Restored, restore_checkpoint
+from .save import save_model
 
 __all__ = [
     "Architecture",

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self, get_args
 
 from torch import nn
 
+from ..composed import PATCHED_PREFIX
 from ..errors import CheckpointError, UnknownArchitectureError, UsageError
 from ..swap import original_class
 from .own_models import BUILT, TRANSFORMERS
@@ -155,7 +156,9 @@ def from_config(config: Mapping[str, Any], origin: str) -> Architecture:
     known = isinstance(classes, list) and isinstance(classes[0], str)
     if not known or not isinstance(config.get("model_type"), str):
         raise UnknownArchitectureError(f"{origin} names no architecture")
-    return Architecture("transformers", classes[0], without_code(config), origin=origin)
+    # a patched model that transformers saved by itself has the name of its patched class
+    name = classes[0].removeprefix(PATCHED_PREFIX)
+    return Architecture("transformers", name, without_code(config), origin=origin)
 
 
 def without_code(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,9 +16,11 @@ from ..options import DecomposeOptions, shard_bytes
 from ..plan import Plan
 from ..recipe import Recipe
 from .architecture import Architecture, ArchLike
+from .card import card_path, model_card
 from .open import OpenedModel, open_model
 from .origin import SOURCE_KEY, Origin
 from .outputs import WEIGHTS_NAME, check_output, is_folder, output_path, plan_path
+from .staging import require_absent, require_no_folder
 from .write import Check, write_file, write_folder
 
 Progress = Callable[[int, int, str], None]
@@ -62,6 +64,7 @@ def convert_checkpoint(
     dry_run: bool = False,
     force: bool = False,
     max_shard_size: int | str | None = None,
+    card: bool = False,
     progress: Progress | None = None,
     on_plan: Callable[[Plan, nn.Module], None] | None = None,
     check: Check | None = None,
@@ -84,6 +87,8 @@ def convert_checkpoint(
         max_shard_size: largest file of weights, such as "5GB" or a number of bytes. The output is
             then a folder, also for a file; it holds shards and their index, or one file if the
             weights fit. Default: one file of any size.
+        card: also write a model card with what was measured at every site: ``NAME.flashbias.md``
+            beside a file; ``README.md`` in a folder, or ``FLASHBIAS.md`` if it has a README.
         progress: called with (done, total, name) after each site.
         on_plan: called with the plan and the model before anything is written, and also when
             nothing will be.
@@ -103,6 +108,9 @@ def convert_checkpoint(
     target = output_path(source, wanted, sharded=max_bytes is not None)
     if not dry_run and source.exists():
         check_output(target, source, force)  # before the work, not after it
+        if card and target.suffix == ".safetensors":
+            require_absent(card_path(target), force)
+            require_no_folder(card_path(target))
     opened = open_model(source, arch=arch, arch_args=arch_args, device=device, dtype=dtype)
     choices = {
         "include": tuple(include),
@@ -117,7 +125,8 @@ def convert_checkpoint(
         on_plan(plan, opened.model)
     require_patched(plan)
     if not dry_run:
-        _write(opened, target, plan, force, max_bytes, check)
+        text = model_card(plan, source.resolve().name, target.name) if card else None
+        _write(opened, target, plan, force, max_bytes, text, check)
     return Conversion(
         source=source,
         architecture=opened.architecture,
@@ -174,6 +183,7 @@ def _write(
     plan: Plan,
     force: bool,
     max_bytes: int | None,
+    card: str | None,
     check: Check | None,
 ) -> None:
     tensors = stored_state(opened)
@@ -181,7 +191,7 @@ def _write(
     origin = Origin.of(opened.checkpoint, originals)
     metadata = {**opened.checkpoint.metadata, SOURCE_KEY: origin.to_json()}
     if target.suffix == ".safetensors":
-        write_file(target, tensors, plan, force=force, metadata=metadata, check=check)
+        write_file(target, tensors, plan, force=force, metadata=metadata, card=card, check=check)
         return
     # what lies beside a file is not its own
     source = opened.checkpoint.folder if is_folder(opened.checkpoint.path) else None
@@ -194,6 +204,7 @@ def _write(
         metadata=metadata,
         max_bytes=max_bytes,
         check=check,
+        card=card,
     )
 
 

@@ -15,8 +15,19 @@ from .build import transformers_class
 from .offline import hub_offline
 
 
-def load_pretrained(arch: Architecture, folder: Path, dtype: torch.dtype) -> nn.Module:
+def load_pretrained(
+    arch: Architecture,
+    folder: Path,
+    dtype: torch.dtype,
+    weights: Mapping[str, Tensor] | None = None,
+) -> nn.Module:
     """The model of a folder; transformers renames keys and ties weights by its own rules.
+
+    Args:
+        arch: its class and config.
+        folder: where the weights are.
+        dtype: of its parameters.
+        weights: take these instead of all that the folder holds.
 
     Raises:
         CheckpointError: weights are missing or of another shape.
@@ -25,7 +36,8 @@ def load_pretrained(arch: Architecture, folder: Path, dtype: torch.dtype) -> nn.
     try:
         with hub_offline():
             model, info = cls.from_pretrained(
-                folder,
+                folder if weights is None else None,
+                state_dict=None if weights is None else dict(weights),
                 config=config,
                 dtype=dtype,
                 local_files_only=True,

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from ..errors import CheckpointError, UsageError
 from ..plan import Plan
-from .read import read_metadata
 
 PLAN_KEY = "flashbias_convert.plan"
 TIED_KEY = "flashbias_convert.tied"
@@ -41,15 +40,6 @@ def require_plan(metadata: Mapping[str, str], path: Path) -> Plan:
             f"convert it: flashbias-convert {path}",
         )
     return plan
-
-
-def read_plan(path: str | Path) -> Plan:
-    """The plan of a converted file or folder, from the header alone.
-
-    Raises:
-        CheckpointError: missing, damaged or not converted.
-    """
-    return require_plan(read_metadata(path), Path(path))
 
 
 def tied_of(metadata: Mapping[str, str]) -> dict[str, str]:

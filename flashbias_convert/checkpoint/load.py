@@ -1,4 +1,4 @@
-"""Load a converted checkpoint as a patched model, and save a model that was patched in memory."""
+"""Load a converted checkpoint as a patched model."""
 
 from __future__ import annotations
 
@@ -10,22 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, FlashBiasError, UnknownArchitectureError, UsageError
-from ..options import shard_bytes
+from ..errors import CheckpointError, FlashBiasError, UnknownArchitectureError
 from ..plan import Plan, SitePlan
 from ..recipe import Recipe
 from ..terms import ScoreBias
 from .align import align
-from .architecture import Architecture, ArchLike, architecture_of, as_architecture
+from .architecture import Architecture, ArchLike, as_architecture
 from .build import build_model
-from .header import require_plan, tied_of
+from .header import plan_of, require_plan, tied_of
 from .healthy import check_loaded
-from .live_plan import live_plan
-from .open import compute_dtype
-from .outputs import check_file, check_folder
+from .kept_terms import plan_of_terms, split_terms
+from .open import compute_dtype, open_checkpoint
 from .read import read_checkpoint
 from .tied import untie_different
-from .write import write_file, write_folder
 
 #: what terms of a damaged plan raise when they are built
 _DAMAGE = (ValueError, TypeError, AttributeError, LookupError, RuntimeError)
@@ -43,7 +40,8 @@ def load_model(
     """Load a converted checkpoint: a patched model in evaluation mode.
 
     Args:
-        path: a converted file, or a folder that holds one.
+        path: a converted file, a folder that holds one, or what any other way of saving made of
+            a patched model: `save_pretrained` of transformers, `torch.save` of a state dict.
         arch: what to build, where the file does not say it: an `Architecture`, "timm:NAME", or a
             function that returns the model. The function must build the same model as before.
         recipes: recipes beside the installed ones.
@@ -60,6 +58,13 @@ def load_model(
     from ..patching import apply_plan
 
     checkpoint = read_checkpoint(path)
+    weights, terms = split_terms(checkpoint.tensors)
+    if plan_of(checkpoint.metadata) is None and terms:
+        opened = open_checkpoint(
+            dataclasses.replace(checkpoint, tensors=weights), arch=arch, without_terms=True
+        )
+        model = _patch_with(opened.model, terms, path, tuple(recipes), backend)
+        return model.to(device=device, dtype=dtype).eval()
     plan = require_plan(checkpoint.metadata, Path(path))
     tensors = _with_aliases(checkpoint.tensors, tied_of(checkpoint.metadata))
     check_terms(plan, tensors)
@@ -76,73 +81,27 @@ def load_model(
     return model.to(device=device, dtype=dtype).eval()
 
 
-def save_model(
+def _patch_with(
     model: nn.Module,
+    terms: Mapping[str, Tensor],
     path: str | Path,
-    *,
-    arch: ArchLike | None = None,
-    plan: Plan | None = None,
-    recipes: Iterable[Recipe] = (),
-    force: bool = False,
-    max_shard_size: int | str | None = None,
-) -> None:
-    """Save a patched model as a converted file that `load_model` reads.
+    recipes: tuple[Recipe, ...],
+    backend: str,
+) -> nn.Module:
+    """Patch an original model with the terms that a state dict held beside its weights."""
+    from ..patching import apply_plan
 
-    Args:
-        model: a patched model.
-        path: the file, ``*.safetensors``; a sidecar ``*.plan.json`` appears beside it. With
-            `max_shard_size` a folder to make.
-        arch: what the model was built from; default what timm or transformers remember of it. A
-            function is not saved: `load_model` needs it again.
-        plan: what `patch_model` returned, for its reasons and errors; default what the modules
-            themselves know.
-        recipes: recipes beside the installed ones.
-        force: replace existing files.
-        max_shard_size: largest file of weights, such as "5GB" or a number of bytes; more are
-            written in shards with an index. Default: one file.
-
-    Raises:
-        UsageError: nothing is patched, a file exists, `plan` is for another model, or the
-            architecture builds another one.
-        UnknownArchitectureError: the architecture is one that no library knows.
-        StaleTermsError: weights have changed since the model was patched.
-        CheckpointError: a tensor has no values (meta), or the disk is full.
-    """
-    path = Path(path)
-    max_bytes = None if max_shard_size is None else shard_bytes(max_shard_size)
-    if (path.suffix == ".safetensors") != (max_bytes is None):
-        must = "must end in .safetensors" if max_bytes is None else "is a folder, not a file"
-        raise UsageError(f"the path {path} {must}")
-    (check_file if max_bytes is None else check_folder)(path, force)
-    built = as_architecture(arch) if arch is not None else architecture_of(model)
-    saved = live_plan(model, plan, recipes)
-    saved = dataclasses.replace(saved, arch=built.to_json() if built is not None else None)
-    state = model.state_dict()
-    if built is not None and built.factory is None:
-        _require_built_alike(built, state, saved)
-    if max_bytes is None:
-        write_file(path, state, saved, force=force)
-    else:
-        write_folder(path, state, saved, force=force, max_bytes=max_bytes)
-
-
-def _require_built_alike(arch: Architecture, state: Mapping[str, Tensor], plan: Plan) -> None:
-    """Raise UsageError unless the architecture has the tensors of the model, terms aside."""
-    terms = {key for site in plan.patched for key, _ in term_tensors(site)}
+    plan = plan_of_terms(terms, path, model, recipes)
+    check_terms(plan, terms)
     try:
-        model = build_model(arch, "meta")
-    except UsageError:  # some models compute while they are built
-        model = build_model(arch)
-    wanted = {key: tensor.shape for key, tensor in model.state_dict().items()}
-    found = {key: tensor.shape for key, tensor in state.items() if key not in terms}
-    keys = sorted(wanted.keys() | found.keys())
-    differ = [key for key in keys if wanted.get(key) != found.get(key)]
-    if differ:
-        raise UsageError(
-            f"{arch} (from {arch.origin}) does not build this model: "
-            f"{len(differ)} tensors differ, such as {differ[0]}",
-            "was it changed after it was built? pass arch=, a function that returns it",
-        )
+        apply_plan(model, plan, recipes=recipes, backend=backend, empty=True)
+        model.load_state_dict({**model.state_dict(), **terms}, strict=True)
+    except FlashBiasError:
+        raise
+    except _DAMAGE as error:
+        raise CheckpointError(f"the terms in {path} cannot be used: {error!r}") from error
+    check_loaded(model, path)
+    return model
 
 
 def check_terms(plan: Plan, tensors: Mapping[str, Tensor]) -> None:

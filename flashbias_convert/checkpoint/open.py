@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from .build import build_model
 from .from_transformers import in_stored_dtypes, load_pretrained
 from .header import plan_of
 from .identify import identify
+from .kept_terms import split_terms, stale_sites
 from .read import Checkpoint, read_checkpoint
 
 
@@ -60,15 +61,46 @@ def open_model(
         UnknownArchitectureError: the architecture is unknown or ambiguous.
     """
     checkpoint = read_checkpoint(path)
-    if plan_of(checkpoint.metadata) is not None:
+    weights, terms = split_terms(checkpoint.tensors)
+    if plan_of(checkpoint.metadata) is not None or (terms and not stale_sites(terms)):
         raise CheckpointError(
             f"{path} was converted already", "load it with flashbias_convert.load_model"
         )
+    if terms:
+        note = f"the terms of {len(stale_sites(terms))} sites are stale and are made anew"
+        checkpoint = replace(checkpoint, tensors=weights, notes=(*checkpoint.notes, note))
+    return open_checkpoint(
+        checkpoint,
+        arch=arch,
+        arch_args=arch_args,
+        device=device,
+        dtype=dtype,
+        without_terms=bool(terms),
+    )
+
+
+def open_checkpoint(
+    checkpoint: Checkpoint,
+    *,
+    arch: ArchLike | None = None,
+    arch_args: Mapping[str, Any] | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    without_terms: bool = False,
+) -> OpenedModel:
+    """Build the model of a checkpoint that was read.
+
+    Args:
+        checkpoint: what was read; its tensors are the weights of an original model.
+        arch, arch_args, device, dtype: see `open_model`.
+        without_terms: terms were taken out of `checkpoint`, which its files still hold.
+    """
     architecture = identify(checkpoint, arch, arch_args)
     computes = dtype or compute_dtype(checkpoint.tensors)
     folder = _pretrained_folder(checkpoint, architecture)
     if folder is not None:
-        model = load_pretrained(architecture, folder, computes)
+        own = checkpoint.tensors if without_terms else None
+        model = load_pretrained(architecture, folder, computes, own)
         stored = in_stored_dtypes(model, checkpoint.tensors)
     else:
         model = build_model(architecture).to(dtype=computes)

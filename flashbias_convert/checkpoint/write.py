@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import __version__
 from ..errors import CheckpointError
 from ..plan import Plan
+from .card import card_in, card_path
 from .files import INDEX_SUFFIX, SUFFIXES, check_inside
 from .header import PLAN_KEY, TIED_KEY, VERSION_KEY
 from .outputs import WEIGHTS_NAME, check_folder, check_output, plan_path
@@ -36,6 +37,7 @@ def write_file(
     force: bool = False,
     metadata: Mapping[str, str] | None = None,
     check: Check | None = None,
+    card: str | None = None,
 ) -> None:
     """Write a converted file and its sidecar, complete or not at all.
 
@@ -47,6 +49,7 @@ def write_file(
         metadata: further entries of the header.
         check: called with the complete file, before it has its name; if it raises, nothing is
             kept.
+        card: text of a model card to write beside the file.
 
     Raises:
         UsageError: a file exists, or its folder cannot be written.
@@ -55,6 +58,8 @@ def write_file(
     with Staging(force) as staging:
         weights, sidecar = staging.add(path), staging.add(plan_path(path))
         _write_pair(weights, sidecar, tensors, plan, metadata or {}, path)
+        if card is not None:
+            _write_card(staging.add(card_path(path)), card, path)
         if check is not None:
             check(weights)
         try:
@@ -73,6 +78,7 @@ def write_folder(
     metadata: Mapping[str, str] | None = None,
     check: Check | None = None,
     max_bytes: int | None = None,
+    card: str | None = None,
 ) -> None:
     """Like `write_file`, but a folder with ``model.safetensors`` and the configs of `source`.
 
@@ -83,6 +89,7 @@ def write_folder(
             that none is taken for the converted ones.
         max_bytes: largest file of weights; where they are more, they are written in shards
             (``model-00001-of-00002.safetensors``), and at last the index that lists them.
+        card: text of a model card; it becomes ``README.md`` unless `source` has one.
     """
     if source is None:
         check_folder(folder, force)
@@ -101,6 +108,8 @@ def write_folder(
             _write_pair(weights, plan_path(weights), tensors, plan, metadata or {}, folder)
         else:
             _write_shards(weights, tensors, plan, metadata or {}, folder, max_bytes)
+        if card is not None:
+            _write_card(card_in(temporary), card, folder)
         if check is not None:
             check(temporary)
         try:
@@ -149,6 +158,13 @@ def _write_shards(
             compare(path, own, header)
         found.write_index(weights.parent)
     except (OSError, SafetensorError) as error:
+        raise failed(final, error) from error
+
+
+def _write_card(path: Path, text: str, final: Path) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
         raise failed(final, error) from error
 
 

@@ -14,6 +14,7 @@ import typer
 
 from .. import __version__
 from ..errors import FlashBiasError
+from .completion import insert_default_command, is_completing
 from .convert import convert
 from .env import env
 from .exit_codes import ExitCode, exit_code_of
@@ -94,9 +95,11 @@ def run(argv: Sequence[str]) -> int:
 
 def _with_command(arguments: list[str]) -> list[str]:
     """Insert ``convert`` where the first argument is no command."""
-    completing = f"_{PROGRAM.replace('-', '_').upper()}_COMPLETE" in os.environ
-    if completing or not arguments:
-        return arguments if completing else ["--help"]
+    if is_completing(PROGRAM):
+        insert_default_command("convert", (*COMMANDS, *_OWN_OPTIONS))
+        return arguments
+    if not arguments:
+        return ["--help"]
     if arguments[0] in COMMANDS or arguments[0] in _OWN_OPTIONS:
         return arguments
     return ["convert", *arguments]

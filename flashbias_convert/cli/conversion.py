@@ -34,6 +34,7 @@ class Request:
     checkpoint: Path
     output: Path | None
     max_shard_size: str | None
+    card: bool
     options: Mapping[str, Any]
     include: tuple[str, ...]
     exclude: tuple[str, ...]
@@ -130,6 +131,7 @@ def _convert(
             dry_run=request.dry_run,
             force=request.force,
             max_shard_size=request.max_shard_size,
+            card=request.card,
             progress=progress,
             on_plan=on_plan,
             check=_check(request, arch_args, recipes, on_verification),

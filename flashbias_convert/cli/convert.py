@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from ..errors import UsageError
+from .config_file import ConfigOpt
 from .conversion import Request, run_conversion
 from .parameters import (
     ArchArgsOpt,
     ArchOpt,
+    CardOpt,
     CheckpointArg,
     DebugOpt,
     DeviceOpt,
@@ -50,6 +52,7 @@ def convert(
     checkpoint: CheckpointArg,
     output: OutputOpt = None,
     max_shard_size: ShardSizeOpt = None,
+    card: CardOpt = False,
     energy: EnergyOpt = 0.99,
     method: MethodOpt = Method.auto,
     max_rank: MaxRankOpt = None,
@@ -74,6 +77,7 @@ def convert(
     verify_dtype: VerifyDtypeOpt = None,
     max_difference: MaxDifferenceOpt = None,
     min_agreement: MinAgreementOpt = None,
+    config: ConfigOpt = None,
     report: ReportOpt = None,
     json: JsonOpt = False,
     debug: DebugOpt = False,
@@ -113,6 +117,7 @@ def convert(
         checkpoint=checkpoint,
         output=output,
         max_shard_size=max_shard_size,
+        card=card,
         options={
             "energy": energy,
             "method": method.value,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .config_file import ConfigOpt
 from .conversion import Request, run_conversion
 from .parameters import (
     ArchArgsOpt,
@@ -52,6 +53,7 @@ def inspect(
     dtype: DtypeOpt = None,
     plot: PlotOpt = None,
     html: HtmlOpt = None,
+    config: ConfigOpt = None,
     report: ReportOpt = None,
     json: JsonOpt = False,
     debug: DebugOpt = False,
@@ -67,6 +69,7 @@ def inspect(
         checkpoint=checkpoint,
         output=None,
         max_shard_size=None,
+        card=False,
         options={
             "energy": energy,
             "method": method.value,

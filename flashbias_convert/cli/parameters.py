@@ -237,6 +237,16 @@ ShardSizeOpt = Annotated[
         show_default=False,
     ),
 ]
+CardOpt = Annotated[
+    bool,
+    typer.Option(
+        "--card",
+        metavar="",
+        help="Also write a model card with what was measured: NAME.flashbias.md beside a file, "
+        "README.md in a folder (FLASHBIAS.md if it has a README).",
+        rich_help_panel=_OUT,
+    ),
+]
 ForceOpt = Annotated[
     bool,
     typer.Option("--force", metavar="", help="Replace an existing output.", rich_help_panel=_OUT),

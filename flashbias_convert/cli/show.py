@@ -24,7 +24,7 @@ ConvertedArg = Annotated[
 
 
 def show(converted: ConvertedArg, json: JsonOpt = False, debug: DebugOpt = False) -> int:
-    """Show what a converted checkpoint holds; reads its header, no tensor."""
+    """Show what a converted checkpoint holds; reads no weights."""
     from ..checkpoint import read_plan
 
     output = Output(as_json=json)
