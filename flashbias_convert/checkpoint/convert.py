@@ -68,6 +68,7 @@ def convert_checkpoint(
     progress: Progress | None = None,
     on_plan: Callable[[Plan, nn.Module], None] | None = None,
     check: Check | None = None,
+    planner: Callable[[nn.Module], Plan] | None = None,
 ) -> Conversion:
     """Convert a checkpoint and write the result beside it.
 
@@ -94,6 +95,8 @@ def convert_checkpoint(
             nothing will be.
         check: called with the complete output, a file or folder under a temporary name, before it
             gets its own; if it raises, nothing is kept. See `verify_files`.
+        planner: makes the plan of the opened model in the place of `inspect_model`, such as a
+            calibration; `options`, `include` and `exclude` are then its own business.
 
     Raises:
         UsageError: an option that makes no sense, or an output that exists.
@@ -119,7 +122,10 @@ def convert_checkpoint(
         "progress": progress,
         **_keywords(options or DecomposeOptions()),
     }
-    plan = _plan(opened, choices, dry_run)
+    if planner is None:
+        plan = _plan(opened, choices, dry_run)
+    else:
+        plan = _planned_by(planner, opened, tuple(recipes), dry_run)
     plan = dataclasses.replace(plan, arch=opened.architecture.to_json())
     if on_plan is not None:
         on_plan(plan, opened.model)
@@ -164,6 +170,20 @@ def _keywords(options: DecomposeOptions) -> dict[str, Any]:
     # of the schema, and of a calibration, which needs inputs and not these
     del values["version"], values["max_output_error"]
     return values
+
+
+def _planned_by(
+    planner: Callable[[nn.Module], Plan],
+    opened: OpenedModel,
+    recipes: tuple[Recipe, ...],
+    dry_run: bool,
+) -> Plan:
+    from ..patching import apply_plan
+
+    plan = planner(opened.model)
+    if not dry_run:
+        apply_plan(opened.model, plan, recipes=recipes)
+    return plan
 
 
 def _plan(opened: OpenedModel, choices: Mapping[str, Any], dry_run: bool) -> Plan:

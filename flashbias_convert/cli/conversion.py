@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import FlashBiasError, VerificationError
 from ..options import DecomposeOptions, shard_bytes
+from .calibration import Calibrating
 from .output import Output
 from .pictures import check_pictures, draw_pictures
 from .reports import check_report
@@ -50,6 +51,7 @@ class Request:
     verbose: int
     quiet: bool
     comparing: Comparing | None = None
+    calibrating: Calibrating | None = None
     plot: Path | None = None
     html: Path | None = None
 
@@ -116,6 +118,7 @@ def _convert(
     from ..checkpoint import convert_checkpoint
 
     recipes = load_recipes(request.recipe_files)
+    planner = None if request.calibrating is None else request.calibrating.planner
     with output.progress("reading", "decomposing") as progress:
         return convert_checkpoint(
             request.checkpoint,
@@ -135,6 +138,7 @@ def _convert(
             progress=progress,
             on_plan=on_plan,
             check=_check(request, arch_args, recipes, on_verification),
+            planner=planner(recipes, progress) if planner is not None else None,
         )
 
 

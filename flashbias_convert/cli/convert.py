@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from ..errors import UsageError
+from .calibration import (
+    CalibrationOpt,
+    CalibrationSamplesOpt,
+    MaxOutputErrorOpt,
+    calibrating,
+)
 from .config_file import ConfigOpt
 from .conversion import Request, run_conversion
 from .parameters import (
@@ -62,6 +68,9 @@ def convert(
     fill: FillOpt = True,
     diagonal: DiagonalOpt = False,
     force_all: ForceAllOpt = False,
+    calibration: CalibrationOpt = None,
+    calibration_samples: CalibrationSamplesOpt = None,
+    max_output_error: MaxOutputErrorOpt = None,
     target: TargetOpt = None,
     tokens: TokensOpt = None,
     recipe: RecipeOpt = None,
@@ -142,6 +151,18 @@ def convert(
         as_json=json,
         verbose=verbose,
         quiet=quiet,
+        calibrating=calibrating(
+            calibration,
+            calibration_samples,
+            max_output_error,
+            {
+                "max_rank": max_rank,
+                "include": tuple(include or ()),
+                "exclude": tuple(exclude or ()),
+                "target": target,
+                "tokens": tokens,
+            },
+        ),
         comparing=comparing,
     )
     return run_conversion(request)

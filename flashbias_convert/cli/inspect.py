@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from .calibration import (
+    CalibrationOpt,
+    CalibrationSamplesOpt,
+    MaxOutputErrorOpt,
+    calibrating,
+)
 from .config_file import ConfigOpt
 from .conversion import Request, run_conversion
 from .parameters import (
@@ -44,6 +50,9 @@ def inspect(
     fill: FillOpt = True,
     diagonal: DiagonalOpt = False,
     force_all: ForceAllOpt = False,
+    calibration: CalibrationOpt = None,
+    calibration_samples: CalibrationSamplesOpt = None,
+    max_output_error: MaxOutputErrorOpt = None,
     target: TargetOpt = None,
     tokens: TokensOpt = None,
     recipe: RecipeOpt = None,
@@ -94,6 +103,18 @@ def inspect(
         as_json=json,
         verbose=verbose,
         quiet=quiet,
+        calibrating=calibrating(
+            calibration,
+            calibration_samples,
+            max_output_error,
+            {
+                "max_rank": max_rank,
+                "include": tuple(include or ()),
+                "exclude": tuple(exclude or ()),
+                "target": target,
+                "tokens": tokens,
+            },
+        ),
         plot=plot,
         html=html,
     )

@@ -179,3 +179,32 @@ def test_shards_from_the_command_line(cli: Cli, tmp_path: Path) -> None:
     assert inside.code == 2 and "would overwrite the output" in inside.err
     bad = cli(path, *ARCH, "--max-shard-size", "5")
     assert bad.code == 2 and "write for instance 5GB" in bad.err
+
+
+def test_calibration_chooses_by_the_outputs(cli: Cli, tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "x.safetensors")
+    how = ["--calibration", "random", "--calibration-samples", "2", "--max-output-error", "0.05"]
+    done = cli(path, *ARCH, *how, "--json")
+    assert done.code == 0, done.err
+    plan = done.json()["plan"]
+    assert plan["options"]["max_output_error"] == 0.05
+    assert all("calibrated" in site["reason"] for site in plan["sites"])
+    assert load_model(tmp_path / "x.flashbias.safetensors") is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-output-error", "0.1"], "add --calibration"),
+        (["--calibration", "random", "--max-output-error", "nan"], "max_output_error"),
+        (["--calibration", "random", "--calibration-samples", "0"], "at least 1"),
+        (["--calibration", "nowhere"], "there are no inputs nowhere"),
+    ],
+)
+def test_calibration_that_makes_no_sense(
+    cli: Cli, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    path = write_tiny(tmp_path / "x.safetensors")
+    done = cli(path, *ARCH, *arguments)
+    assert done.code == 2 and message in done.err
+    assert not list(tmp_path.glob("*.flashbias*"))
