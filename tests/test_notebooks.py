@@ -81,3 +81,4 @@ def test_without_widgets_a_list_stands_in(tmp_path: Path) -> None:
         int(line.split("rank ")[1].split(",")[0]) for line in shown.splitlines() if "rank" in line
     ]
     assert len(ranks) == 6 and ranks[0] < ranks[2] < ranks[4]
+    assert pictures(notebook) == 4 + 3

@@ -116,6 +116,28 @@ def test_a_damaged_term_of_an_exact_conversion_is_found(cli: Cli, tmp_path: Path
     assert bad.err.startswith("error: not verified: output output: exceeds rounding: error ")
 
 
+def toy_inputs(model: torch.nn.Module) -> torch.Tensor:
+    return torch.randn(2, 36, 16, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_model_that_only_a_function_builds(cli: Cli, tmp_path: Path) -> None:
+    from tests.checkpoint.models import TiedToy
+
+    torch.save(TiedToy().state_dict(), tmp_path / "x.pt")
+    (tmp_path / "my_recipe.py").write_text("from tests.toy import TOY as recipe\n")
+    what = ["--arch", "tests.checkpoint.models:TiedToy", "--recipe", tmp_path / "my_recipe.py"]
+    inputs = f"{__name__}:toy_inputs"
+    options = ["--method", "exact", "--verify", "--verify-inputs", inputs]
+    done = cli(tmp_path / "x.pt", *what, *options)
+    assert done.code == 0, done.err
+    assert "verified: exact" in done.out
+    output = tmp_path / "x.flashbias.safetensors"
+    again = cli("verify", tmp_path / "x.pt", output, *what, "--inputs", inputs)
+    assert again.code == 0, again.err
+    without = cli("verify", tmp_path / "x.pt", output, *what)
+    assert_error(without, 2, "TiedToy does not say what inputs it takes", "package.module:function")
+
+
 # -- convert --verify ----------------------------------------------------------------------
 
 
