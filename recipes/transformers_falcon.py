@@ -85,6 +85,11 @@ def describe(site: Site) -> Description:
     slopes = build_alibi_tensor(two, module.num_heads, torch.float32)[:, 0, 1]
     n = site.tokens or module.max_position_embeddings
     term = Alibi(slopes=slopes * module.inv_norm_factor)
+    # with eager attention the model adds its bias to the mask and once more to the scores
+    twice = getattr(owner.config, "_attn_implementation", "sdpa") == "eager"
+    warnings = (
+        ("eager attention adds this bias twice; converted as with sdpa, once",) if twice else ()
+    )
     return Description(
         None,
         module.num_heads,
@@ -93,6 +98,7 @@ def describe(site: Site) -> Description:
         module.head_dim,
         exact_terms=(term,),
         builders=("rounded_alibi",),
+        warnings=warnings,
     )
 
 

@@ -167,15 +167,33 @@ def test_lengths(name: str, n: int) -> None:
         {"new_decoder_architecture": True, "num_kv_heads": 6},
     ],
 )
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_key_heads_of_falcon(changes: dict[str, Any], attention: str) -> None:
+def test_key_heads_of_falcon(changes: dict[str, Any]) -> None:
     model, ids, mask = make("falcon", **changes), tokens(), padding()
-    model.set_attn_implementation(attention)
     truth = true_logits(model, ids, mask)
     plain = logits(model, ids, attention_mask=mask)
     patch(model)
     real = mask.bool()
     assert_parity(logits(model, ids, attention_mask=mask)[real], plain[real], truth[real])
+
+
+def test_falcon_adds_its_bias_once() -> None:
+    """Its eager attention adds it twice, to the mask and to the scores."""
+    once, twice, ids = make("falcon"), make("falcon"), tokens()
+    twice.config._attn_implementation = "eager"
+    plain = logits(once, ids)
+    assert (logits(twice, ids) - plain).abs().max() > 1e-3
+    plan = patch_model(twice, backend="sdpa")
+    assert "once" in plan.sites[0].warnings[0]
+    assert_parity(logits(twice, ids), plain, true_logits(once, ids))
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt", "falcon"])
+def test_attention_in_both_directions_is_unsupported(name: str) -> None:
+    """A bias of the key alone stands for a distance under a causal mask only."""
+    model = make(name)
+    model.config.is_causal = False
+    site = inspect_model(model).sites[0]
+    assert site.status == "unsupported" and "both directions" in site.reason
 
 
 def test_clipped_projections_and_softmax_scale_of_mpt() -> None:
