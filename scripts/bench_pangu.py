@@ -99,17 +99,24 @@ def main() -> None:
     reference, _ = measure(model, wide, 1)
     model = model.bfloat16()
     inputs = tuple(x.bfloat16() for x in wide)
-    rows: list[dict[str, Any]] = []
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.unlink(missing_ok=True)
 
     def row(name: str, seconds: float, mean_rank: float | str) -> None:
         out, (ms, peak) = measure(model, inputs, options.repeat)
-        rows.append(
-            {"model": name, "ms": f"{ms:.1f}", "peak_mib": f"{peak:.0f}",
-             "difference": f"{change(out, reference):.3g}", "mean_rank": mean_rank,
-             "conversion_seconds": f"{seconds:.1f}", "card": torch.cuda.get_device_name(),
-             "torch": torch.__version__}
-        )  # fmt: skip
-        print(*rows[-1].values(), flush=True)
+        values = {
+            "model": name, "ms": f"{ms:.1f}", "peak_mib": f"{peak:.0f}",
+            "difference": f"{change(out, reference):.3g}", "mean_rank": mean_rank,
+            "conversion_seconds": f"{seconds:.1f}", "card": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+        }  # fmt: skip
+        first = not options.output.exists()
+        with options.output.open("a", newline="") as file:  # a run that is cut keeps its rows
+            writer = csv.DictWriter(file, values)
+            if first:
+                writer.writeheader()
+            writer.writerow(values)
+        print(*values.values(), flush=True)
 
     row("original", 0.0, "")
     for name, how in METHODS.items():
@@ -121,11 +128,6 @@ def main() -> None:
         unpatch_model(model)
     without_bias(model)
     row("no bias", 0.0, "")
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    with options.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":
