@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import nn
@@ -42,9 +44,26 @@ def compose(recipe_class: type[Composed], original_class: type[nn.Module]) -> ty
                 "__module__": original_class.__module__,
                 "recipe_class": recipe_class,
                 "original_class": original_class,
+                "forward": _named_arguments(recipe_class.forward, original_class.forward),
             },
         )
     return _COMPOSED[recipe_class, original_class]
+
+
+def _named_arguments(
+    forward: Callable[..., Any], original: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`forward` with the signature of `original`.
+
+    Others ask for it: torch.export to name inputs, trainers to know which columns a model takes.
+    """
+
+    def patched_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
+    patched_forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    patched_forward.__doc__ = original.__doc__
+    return patched_forward
 
 
 _COMPOSED: dict[tuple[type, type], type[Any]] = {}

@@ -167,7 +167,8 @@ def _flatten_mask(mask: Tensor | None, batch: tuple[int, ...]) -> Tensor | None:
     """The mask as (batch or 1, H, N, M); a mask without batch dimensions is not copied."""
     if mask is None:
         return None
-    if mask.shape[:-3].numel() != 1:
+    # a size that torch.export leaves open is no int: asking for its value would settle it
+    if not all(isinstance(size, int) and size == 1 for size in mask.shape[:-3]):
         mask = mask.expand(*batch, *mask.shape[-3:])
     return mask.reshape(-1, *mask.shape[-3:])
 

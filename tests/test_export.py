@@ -1,0 +1,184 @@
+"""Elsewhere than in Python: torch.export, and ONNX files that onnxruntime runs, through sdpa.
+
+The reference is the original model: a converted one with exact terms must be as close to its
+float64 result as it is itself in float32.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.export import Dim
+
+from flashbias_convert import patch_model, unpatch_model
+from tests.checkpoint.models import images, tiny_model
+
+from .support import assert_parity
+from .toy import TOY, make_input, make_model
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+B, N = Dim("b", min=1, max=64), Dim("n", min=2, max=128)
+IDS = torch.tensor([[7, 3, 9, 11, 2, 30], [1, 1, 5, 6, 7, 8]])
+MASK = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
+
+
+class Language(nn.Module):
+    """A language model that returns logits of tokens that are not padding, and zeros elsewhere."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        out: Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask)[0]
+        # what padding attends to is nobody's promise
+        return out.masked_fill(attention_mask[..., None] == 0, 0.0)
+
+
+def language_model(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    if name == "bloom":
+        bloom = transformers.BloomConfig(
+            vocab_size=50, hidden_size=32, n_layer=2, n_head=4, use_cache=False
+        )
+        return Language(transformers.BloomForCausalLM(bloom)).eval()
+    mpt = transformers.MptConfig(vocab_size=50, d_model=32, n_layers=2, n_heads=4, use_cache=False)
+    return Language(transformers.MptForCausalLM(mpt)).eval()
+
+
+def more_words() -> tuple[Tensor, Tensor]:
+    """Another batch size, and left padding of another length."""
+    mask = torch.ones(3, 6, dtype=torch.long)
+    mask[1, :4] = 0
+    return torch.randint(0, 50, (3, 6), generator=torch.Generator().manual_seed(2)), mask
+
+
+def longer_words() -> tuple[Tensor, Tensor]:
+    mask = torch.ones(1, 9, dtype=torch.long)
+    mask[0, :2] = 0
+    return torch.randint(0, 50, (1, 9), generator=torch.Generator().manual_seed(3)), mask
+
+
+#: name -> model, example, other inputs, and which of their sizes are left open
+CASES: dict[str, tuple[Any, Any, Any, Any]] = {
+    "swinv2": (tiny_model, (images(),), (images()[:1] * 2,), ({0: B},)),
+    "bloom": (lambda: language_model("bloom"), (IDS, MASK), more_words(), ({0: B}, {0: B})),
+    "mpt": (
+        lambda: language_model("mpt"),
+        (IDS, MASK),
+        longer_words(),
+        ({0: B, 1: N}, {0: B, 1: N}),
+    ),
+}
+
+
+class Case:
+    """A converted model, and what the original says about two inputs."""
+
+    def __init__(self, name: str) -> None:
+        make, self.example, self.other, self.open = CASES[name]
+        model = make()
+        self.plain = {id(x): self.run(model, x) for x in (self.example, self.other)}
+        wide = make().double()
+        self.truth = {id(x): self.true_result(wide, x) for x in (self.example, self.other)}
+        self.model = model
+        plan = patch_model(model, backend="sdpa", method="exact", force_all=True)
+        assert plan.patched and not plan.with_status("failed")
+
+    @staticmethod
+    @torch.no_grad()
+    def run(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+        dtype = next(model.parameters()).dtype
+        out: Tensor = model(*(x.to(dtype) if x.is_floating_point() else x for x in inputs))
+        return out
+
+    @classmethod
+    def true_result(cls, wide: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+        """Row by row and without padding, with which the originals give NaN in float64."""
+        if not isinstance(wide, Language):
+            return cls.run(wide, inputs)
+        ids, mask = inputs
+        rows = []
+        for row, real in zip(ids, mask.bool(), strict=True):
+            own = row[real][None]
+            out = cls.run(wide, (own, torch.ones_like(own)))[0]
+            rows.append(torch.cat([out.new_zeros(int((~real).sum()), out.shape[-1]), out]))
+        return torch.stack(rows)
+
+    def check(self, function: Any) -> None:
+        """Assert that `function` computes what the original does, for both inputs."""
+        for inputs in (self.example, self.other):
+            actual = function(*inputs)
+            assert_parity(actual, self.plain[id(inputs)], self.truth[id(inputs)])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exported_programs_compute_what_the_original_does(name: str) -> None:
+    case = Case(name)
+    with torch.no_grad():
+        program = torch.export.export(case.model, case.example, dynamic_shapes=case.open)
+        case.check(program.module())
+        case.check(case.model)  # tracing left nothing behind
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_onnx_files_compute_what_the_original_does(name: str, tmp_path: Path) -> None:
+    for package in ("onnx", "onnxscript"):
+        pytest.importorskip(package, reason=f"the export to ONNX needs {package}")
+    runtime = pytest.importorskip("onnxruntime", reason="ONNX files are run by onnxruntime")
+    case, path = Case(name), tmp_path / "model.onnx"
+    with torch.no_grad():
+        torch.onnx.export(
+            case.model,
+            case.example,
+            path,
+            dynamo=True,
+            dynamic_shapes=case.open,
+            verbose=False,
+        )
+    session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    names = [entry.name for entry in session.get_inputs()]
+
+    def run(*inputs: Tensor) -> Tensor:
+        fed = {key: x.numpy() for key, x in zip(names, inputs, strict=True)}
+        return torch.from_numpy(session.run(None, fed)[0])
+
+    case.check(run)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_any_backend_is_exported_as_what_it_is_on_this_machine(strict: bool) -> None:
+    model = make_model(depth=1)
+    patch_model(model, recipes=[TOY], method="svd", energy=0.9)
+    x = make_input()
+    with torch.no_grad():
+        program = torch.export.export(model, (x,), strict=strict)
+        torch.testing.assert_close(program.module()(x), model(x))
+
+
+def test_a_program_can_be_saved_and_loaded(tmp_path: Path) -> None:
+    model = make_model(depth=1)
+    patch_model(model, recipes=[TOY], method="svd", energy=0.9, backend="sdpa")
+    x = make_input()
+    with torch.no_grad():
+        torch.export.save(torch.export.export(model, (x,)), tmp_path / "x.pt2")
+        loaded = torch.export.load(tmp_path / "x.pt2").module()
+        assert torch.equal(loaded(x), model(x))
+
+
+def test_patched_modules_keep_the_signature_of_their_forward() -> None:
+    model: Any = language_model("mpt")
+    classes = [type(module) for module in model.modules()]
+    before = [inspect.signature(module.forward) for module in model.modules()]
+    kept = list(model.modules())
+    patch_model(model, force_all=True)
+    assert [type(module) for module in kept] != classes
+    assert [inspect.signature(module.forward) for module in kept] == before
+    unpatch_model(model)
+    assert [type(module) for module in kept] == classes
