@@ -19,6 +19,7 @@ from .architecture import Architecture, ArchLike, architecture_of, as_architectu
 from .build import build_model
 from .header import require_plan, tied_of
 from .healthy import check_loaded
+from .limits import build_from_file
 from .live_plan import live_plan
 from .open import compute_dtype
 from .outputs import check_file
@@ -62,7 +63,8 @@ def load_model(
     plan = require_plan(checkpoint.metadata, Path(path))
     tensors = _with_aliases(checkpoint.tensors, tied_of(checkpoint.metadata))
     check_terms(plan, tensors)
-    model = build_model(_architecture(plan, arch, path)).to(dtype=compute_dtype(tensors))
+    model = build_from_file(_architecture(plan, arch, path), checkpoint)
+    model = model.to(dtype=compute_dtype(tensors))
     untie_different(model, tensors)
     try:
         apply_plan(model, plan, recipes=tuple(recipes), backend=backend, empty=True)

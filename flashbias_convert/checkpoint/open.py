@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from .align import align
 from .architecture import Architecture, ArchLike
-from .build import build_model
 from .from_transformers import in_stored_dtypes, load_pretrained
 from .header import plan_of
 from .identify import identify
+from .limits import build_from_file, check_size
 from .read import Checkpoint, read_checkpoint
 
 
@@ -68,10 +68,11 @@ def open_model(
     computes = dtype or compute_dtype(checkpoint.tensors)
     folder = _pretrained_folder(checkpoint, architecture)
     if folder is not None:
+        check_size(architecture, checkpoint)
         model = load_pretrained(architecture, folder, computes)
         stored = in_stored_dtypes(model, checkpoint.tensors)
     else:
-        model = build_model(architecture).to(dtype=computes)
+        model = build_from_file(architecture, checkpoint).to(dtype=computes)
         stored = align(checkpoint.tensors, model)
         model.load_state_dict(stored, strict=True)
     return OpenedModel(model.to(device=device), architecture, checkpoint, stored)

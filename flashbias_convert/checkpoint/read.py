@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import pickle
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .files import WeightFiles, find_weight_files, read_json
+from .archive import check_legacy, read_archive
+from .files import WeightFiles, check_inside, find_weight_files, read_json
 from .unwrap import strip_lightning, strip_prefixes, unwrap
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,8 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     if not tensors:
         raise CheckpointError(f"{path} holds no tensors")
     config = found.folder / "config.json"
+    if config.is_file():
+        check_inside(config, found.folder)
     return Checkpoint(
         path=path,
         tensors=tensors,
@@ -119,7 +123,7 @@ def _read_file(path: Path) -> _Parts:
     if _format(path) == "safetensors":
         tensors, metadata = _read_safetensors(path)
         return tensors, metadata, {}, []
-    tensors, extras, notes = unwrap(_read_pickle(path))
+    tensors, extras, notes = _read_pickle(path)
     return tensors, {}, extras, notes
 
 
@@ -154,35 +158,44 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise _damaged(path, error) from error
 
 
-def _read_pickle(path: Path) -> Any:
-    try:
-        return _torch_load(path)
-    except pickle.UnpicklingError as error:
-        raise _unsafe(path, error) from error
-    # the readers of a damaged archive raise nearly everything
-    except Exception as error:
-        raise _damaged(path, error) from error
+def _read_pickle(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
+    """See `unwrap`. Memory-mapped where the file is whole and holds its tensors as they are."""
+    with path.open("rb") as file:
+        is_archive = file.read(2) == b"PK"
+    if not is_archive:
+        check_legacy(path)
+        return unwrap(_torch_load(path, mapped=False))
+    archive = read_archive(path)
+    if not archive.compressed:
+        found = unwrap(_torch_load(path, mapped=True))
+        if archive.holds(found[0].values()):
+            return found
+    logger.debug("%s cannot be memory-mapped", path)
+    return unwrap(_torch_load(path, mapped=False))
 
 
-def _torch_load(path: Path) -> Any:
+def _torch_load(path: Path, mapped: bool) -> Any:
     # timm's training checkpoints hold an argparse.Namespace, which runs no code
     with torch.serialization.safe_globals([argparse.Namespace]):
         try:
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as error:
-            if "mmap" not in str(error):
-                raise
-            logger.debug("%s cannot be memory-mapped: %s", path, error)
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        except pickle.UnpicklingError as error:
+            raise _unsafe(path, error) from error
+        # the readers of a damaged archive raise nearly everything
+        except Exception as error:
+            raise _damaged(path, error) from error
 
 
 def _unsafe(path: Path, error: Exception) -> CheckpointError:
+    # torch advises to load it all the same, in many lines
+    names = re.findall(r"GLOBAL (\S+) (?:was not|whose module)", str(error))
     try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path) or names
     except Exception:  # only says more about an error that is raised anyway
-        names = []
+        logger.debug("the globals of %s cannot be listed", path, exc_info=True)
     if not names:
-        return _damaged(path, error)
+        reason = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
+        return _damaged(path, ValueError(reason))
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     return CheckpointError(
         f"{path} holds Python objects that could run code ({shown}); nothing was loaded",
