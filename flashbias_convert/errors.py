@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+#: longer messages are cut in the middle
+_LONGEST = 1200
+
+
+def one_line(text: str) -> str:
+    """`text` without line breaks, and with escapes for whatever a terminal would obey."""
+    words = " ".join(text.split())
+    if not words.isprintable():
+        words = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)
+    half = _LONGEST // 2
+    return words if len(words) <= _LONGEST else f"{words[:half]} ... {words[-half:]}"
+
 
 class FlashBiasError(Exception):
     """Base of all errors that this package raises on purpose.
+
+    What a message quotes may come from a file or from another library: it becomes one printable
+    line of bounded length.
 
     Attributes:
         hint: the next step, one sentence, or an empty string.
     """
 
     def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message)
-        self.hint = hint
+        super().__init__(one_line(message))
+        self.hint = one_line(hint)
 
     def __str__(self) -> str:
         message = super().__str__()

@@ -15,6 +15,9 @@ from ..errors import CheckpointError, UnknownArchitectureError, UsageError
 from ..swap import original_class
 from .own_models import BUILT, TRANSFORMERS
 
+#: origin of what no file says
+CALLER = "the caller"
+
 Library = Literal["timm", "transformers", "flashbias", "caller"]
 
 #: entries of a transformers config that name code, kernels or repositories to fetch
@@ -39,7 +42,7 @@ class Architecture:
     name: str
     args: Mapping[str, Any] = field(default_factory=dict)
     factory: Callable[..., nn.Module] | None = field(default=None, compare=False, repr=False)
-    origin: str = field(default="the caller", compare=False)
+    origin: str = field(default=CALLER, compare=False)
 
     def __str__(self) -> str:
         return self.name if self.library == "caller" else f"{self.library}:{self.name}"

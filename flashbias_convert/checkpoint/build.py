@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..errors import UnknownArchitectureError, UsageError
+from ..errors import FlashBiasError, UnknownArchitectureError, UsageError
 from .architecture import Architecture, without_code
 from .offline import hub_offline
 from .own_models import builder, own_class
@@ -57,7 +57,7 @@ def build_model(arch: Architecture, device: torch.device | str = "cpu") -> nn.Mo
     with torch.random.fork_rng(devices=[]), torch.device(device), _NoMetaInit():
         try:
             model = builders[arch.library](arch)
-        except (UnknownArchitectureError, UsageError):
+        except FlashBiasError:
             raise
         except Exception as error:  # libraries raise anything for bad arguments
             raise UsageError(

@@ -46,6 +46,13 @@ def find_weight_files(path: Path) -> WeightFiles:
         CheckpointError: nothing there, several candidates, a missing shard, or a name that leaves
             the folder.
     """
+    try:
+        return _find(path)
+    except OSError as error:  # names that are too long, folders that may not be read
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _find(path: Path) -> WeightFiles:
     if path.is_dir():
         return _from_directory(path)
     if not path.exists():
@@ -103,15 +110,19 @@ def _from_index(index: Path) -> WeightFiles:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map")
     folder = index.parent
-    shards = {name: _shard(folder, name) for name in dict.fromkeys(weight_map.values())}
+    shards: dict[str, Path] = {}
+    for name in weight_map.values():
+        # a downloaded index must not make us read files elsewhere
+        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name:
+            raise CheckpointError(
+                f"the index in {folder} names a shard outside its folder: {name!r}"
+            )
+        shards[name] = shards.get(name) or _shard(folder, name)
     files = {str(key): shards[name] for key, name in weight_map.items()}
     return WeightFiles(tuple(shards.values()), files, folder)
 
 
-def _shard(folder: Path, name: object) -> Path:
-    # a downloaded index must not make us read files elsewhere
-    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name:
-        raise CheckpointError(f"the index in {folder} names a shard outside its folder: {name!r}")
+def _shard(folder: Path, name: str) -> Path:
     shard = folder / name
     if not shard.is_file():
         raise CheckpointError(f"shard {name} is missing in {folder}", "download it again")

@@ -46,7 +46,7 @@ def tied_of(metadata: Mapping[str, str]) -> dict[str, str]:
     """Names of tied tensors that are stored once: alias -> stored name."""
     try:
         tied = json.loads(metadata.get(TIED_KEY, "{}"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"the list of tied tensors is not JSON: {error}") from error
     if not isinstance(tied, dict):
         raise CheckpointError("the list of tied tensors is damaged")

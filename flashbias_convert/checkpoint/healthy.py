@@ -10,14 +10,14 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..patched_attention import PatchedAttention
-from ..terms import Lookup, RelativeTable, Term
+from ..terms import Lookup, LowRank, RelativeTable, Term
 
 
 def check_loaded(model: nn.Module, path: str | Path) -> None:
     """Raise CheckpointError unless the terms of all patched modules can be computed with.
 
-    Values that are not tensors must have their types, and codes must stay inside their table: a
-    kernel would read whatever lies beyond it.
+    Values that are not tensors must have their types, numbers must be numbers, and codes must stay
+    inside their table: a kernel would read whatever lies beyond it.
 
     Args:
         model: a patched model whose terms are loaded.
@@ -29,6 +29,7 @@ def check_loaded(model: nn.Module, path: str | Path) -> None:
         try:
             for term in module.score_bias.bias.terms:
                 _check_static(term)
+                _check_numbers(term)
                 if isinstance(term, Lookup | RelativeTable):
                     term.check_codes()
         except (ValueError, TypeError, RuntimeError) as error:
@@ -43,6 +44,15 @@ def _check_static(term: Term) -> None:
         value = getattr(term, name)
         if not _is_a(value, hints[name]):
             raise TypeError(f"{name} of {term.kind} must not be {value!r}")
+
+
+def _check_numbers(term: Term) -> None:
+    """No conversion writes NaN, nor factors that are infinite and so make NaN."""
+    for name, tensor in term.tensors().items():
+        if not tensor.is_floating_point():
+            continue
+        if tensor.isnan().any() or (isinstance(term, LowRank) and tensor.isinf().any()):
+            raise ValueError(f"{name} of {term.kind} holds NaN or infinity")
 
 
 def _is_a(value: Any, hint: Any) -> bool:

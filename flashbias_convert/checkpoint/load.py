@@ -16,10 +16,10 @@ from ..recipe import Recipe
 from ..terms import ScoreBias
 from .align import align
 from .architecture import Architecture, ArchLike, as_architecture
-from .build import build_model
 from .header import plan_of, require_plan, tied_of
 from .healthy import check_loaded
 from .kept_terms import plan_of_terms, split_terms
+from .limits import build_from_file
 from .open import compute_dtype, open_checkpoint
 from .read import read_checkpoint
 from .tied import untie_different
@@ -68,7 +68,8 @@ def load_model(
     plan = require_plan(checkpoint.metadata, Path(path))
     tensors = _with_aliases(checkpoint.tensors, tied_of(checkpoint.metadata))
     check_terms(plan, tensors)
-    model = build_model(_architecture(plan, arch, path)).to(dtype=compute_dtype(tensors))
+    model = build_from_file(_architecture(plan, arch, path), checkpoint)
+    model = model.to(dtype=compute_dtype(tensors))
     untie_different(model, tensors)
     try:
         apply_plan(model, plan, recipes=tuple(recipes), backend=backend, empty=True)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from .align import align
 from .architecture import Architecture, ArchLike
-from .build import build_model
 from .from_transformers import in_stored_dtypes, load_pretrained
 from .header import plan_of
 from .identify import identify
 from .kept_terms import split_terms, stale_sites
+from .limits import build_from_file, check_size
 from .read import Checkpoint, read_checkpoint
 
 
@@ -99,11 +99,12 @@ def open_checkpoint(
     computes = dtype or compute_dtype(checkpoint.tensors)
     folder = _pretrained_folder(checkpoint, architecture)
     if folder is not None:
+        check_size(architecture, checkpoint)
         own = checkpoint.tensors if without_terms else None
         model = load_pretrained(architecture, folder, computes, own)
         stored = in_stored_dtypes(model, checkpoint.tensors)
     else:
-        model = build_model(architecture).to(dtype=computes)
+        model = build_from_file(architecture, checkpoint).to(dtype=computes)
         stored = align(checkpoint.tensors, model)
         model.load_state_dict(stored, strict=True)
     return OpenedModel(model.to(device=device), architecture, checkpoint, stored)

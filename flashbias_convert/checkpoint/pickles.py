@@ -7,12 +7,15 @@ import logging
 import pickle
 import pickletools
 import zipfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch import Tensor
 
 from ..errors import CheckpointError
+from .archive import check_legacy, read_archive
 from .inert import is_data, stand_ins
 
 logger = logging.getLogger(__name__)
@@ -42,6 +45,8 @@ def read_pickle(path: Path, archive: io.BytesIO | None = None) -> tuple[Any, lis
         forbidden = [name for name in unsafe if not is_data(name)]
         if not unsafe or forbidden:
             raise _refusal(path, forbidden, error) from error
+    except CheckpointError:
+        raise
     # the readers of a damaged archive raise nearly everything
     except Exception as error:
         raise damaged(path, error) from error
@@ -63,13 +68,32 @@ def _torch_load(source: Path | io.BytesIO, as_data: list[str] | tuple[()]) -> An
         if isinstance(source, io.BytesIO):
             source.seek(0)
             return torch.load(source, map_location="cpu", weights_only=True)
-        try:
-            return torch.load(source, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as error:
-            if "mmap" not in str(error):
-                raise
-            logger.debug("%s cannot be memory-mapped: %s", source, error)
+        with source.open("rb") as file:
+            is_archive = file.read(2) == b"PK"
+        if not is_archive:
+            check_legacy(source)
             return torch.load(source, map_location="cpu", weights_only=True)
+        archive = read_archive(source)
+        if not archive.compressed:
+            content = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
+            if archive.holds(_tensors_in(content)):
+                return content
+        logger.debug("%s cannot be memory-mapped", source)
+        return torch.load(source, map_location="cpu", weights_only=True)
+
+
+def _tensors_in(content: Any) -> Iterator[Tensor]:
+    """Every tensor in nested containers, and in the fields of objects that are plain data."""
+    if isinstance(content, Tensor):
+        yield content
+    elif isinstance(content, Mapping):
+        for value in content.values():
+            yield from _tensors_in(value)
+    elif isinstance(content, list | tuple | set):
+        for value in content:
+            yield from _tensors_in(value)
+    elif hasattr(content, "__dict__"):
+        yield from _tensors_in(vars(content))
 
 
 def _refusal(path: Path, names: list[str], error: Exception) -> CheckpointError:

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .files import WeightFiles, find_weight_files, read_json
+from .files import WeightFiles, check_inside, find_weight_files, read_json
 from .mdlus import is_mdlus, read_mdlus
 from .pickles import damaged, read_pickle
 from .unwrap import strip_lightning, strip_prefixes, unwrap
@@ -62,6 +62,8 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     if not tensors:
         raise CheckpointError(f"{path} holds no tensors", "; ".join(notes))
     config = found.folder / "config.json"
+    if config.is_file():
+        check_inside(config, found.folder)
     return Checkpoint(
         path=path,
         tensors=tensors,

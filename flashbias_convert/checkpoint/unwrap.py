@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
@@ -54,17 +55,37 @@ def unwrap(content: Any) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
     return tensors, extras, notes
 
 
-def _holds_tensors(value: Any, depth: int = 0) -> bool:
-    if not isinstance(value, Mapping) or depth > _MAX_DEPTH:
+def _holds_tensors(value: Any, depth: int = 0, seen: set[tuple[int, int]] | None = None) -> bool:
+    # a pickle can hold one mapping in many places: each is looked into once
+    seen = set() if seen is None else seen
+    if not isinstance(value, Mapping) or depth > _MAX_DEPTH or (id(value), depth) in seen:
         return False
-    return any(isinstance(v, Tensor) or _holds_tensors(v, depth + 1) for v in value.values())
+    seen.add((id(value), depth))
+    return any(isinstance(v, Tensor) or _holds_tensors(v, depth + 1, seen) for v in value.values())
 
 
 def _tensors(content: Mapping[Any, Any]) -> tuple[dict[str, Tensor], list[str]]:
     tensors = {str(k): v for k, v in content.items() if isinstance(v, Tensor)}
+    for name, tensor in tensors.items():
+        _require_plain(name, tensor)
     skipped = [str(k) for k, v in content.items() if not isinstance(v, Tensor)]
     notes = [f"skipped {len(skipped)} entries that are not tensors"] if tensors and skipped else []
     return tensors, notes
+
+
+def _require_plain(name: str, tensor: Tensor) -> None:
+    kinds = {
+        "on the meta device, it has no values": tensor.is_meta,
+        "quantised": tensor.is_quantized,
+        "a nested tensor": tensor.is_nested,
+        "sparse": tensor.layout != torch.strided,
+        "complex": tensor.is_complex(),
+    }
+    for kind, applies in kinds.items():
+        if applies:
+            raise CheckpointError(
+                f"{name} is {kind}", "only plain dense tensors of real numbers can be converted"
+            )
 
 
 def strip_lightning(tensors: dict[str, Tensor], extras: Mapping[str, Any]) -> dict[str, Tensor]:

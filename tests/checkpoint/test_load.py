@@ -18,7 +18,7 @@ from torch import nn
 
 from flashbias_convert import load_model, patch_model, save_model
 from flashbias_convert.checkpoint import Conversion, convert_checkpoint, read_plan
-from flashbias_convert.checkpoint.header import PLAN_KEY
+from flashbias_convert.checkpoint.header import PLAN_KEY, TIED_KEY
 from flashbias_convert.errors import (
     CheckpointError,
     DecompositionError,
@@ -353,6 +353,35 @@ def test_damaged_terms_name_their_site(
     with pytest.raises(CheckpointError, match=message) as caught:
         load_model(path)
     assert site in str(caught.value) or "cannot be used" in str(caught.value)
+
+
+def rewritten(path: Path, folder: Path, tensors: dict[str, Any], **metadata: str) -> Path:
+    """A copy of a converted file with other tensors and further metadata."""
+    with safe_open(path, framework="pt") as file:
+        said = dict(file.metadata())
+    save_file({**load_file(path), **tensors}, folder / "other.safetensors", {**said, **metadata})
+    return folder / "other.safetensors"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_factors_that_are_no_numbers_are_refused(
+    converted: Conversion, tmp_path: Path, value: float
+) -> None:
+    assert converted.output is not None
+    stored = load_file(converted.output)
+    key = next(key for key in stored if key.endswith("phi_k"))
+    stored[key].view(-1)[-1] = value
+    path = rewritten(converted.output, tmp_path, {key: stored[key]})
+    with pytest.raises(CheckpointError, match=r"phi_k of low_rank holds NaN or infinity"):
+        load_model(path)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "[" * 100_000])
+def test_a_damaged_list_of_tied_tensors(converted: Conversion, tmp_path: Path, text: str) -> None:
+    assert converted.output is not None
+    path = rewritten(converted.output, tmp_path, {}, **{TIED_KEY: text})
+    with pytest.raises(CheckpointError, match="list of tied tensors"):
+        load_model(path)
 
 
 def test_a_file_that_was_not_converted_says_so(tmp_path: Path) -> None:

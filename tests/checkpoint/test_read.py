@@ -155,6 +155,29 @@ def test_a_shard_outside_the_folder_is_refused(tmp_path: Path, name: Any) -> Non
         read_checkpoint(folder)
 
 
+@pytest.mark.parametrize("name", [["x"], {}, None, "a" * 300, "\0"])
+def test_names_of_shards_that_are_none(tmp_path: Path, name: Any) -> None:
+    index = write_shards(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"a.weight": name}}))
+    with pytest.raises(CheckpointError, match=r"outside its folder|cannot be read|is missing"):
+        read_checkpoint(tmp_path)
+
+
+def test_a_config_that_is_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "secret.json").write_text("{}")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file(WEIGHTS, folder / "model.safetensors")
+    (folder / "config.json").symlink_to(tmp_path / "secret.json")
+    with pytest.raises(CheckpointError, match=r"config\.json is a link to .*outside its folder"):
+        read_checkpoint(folder)
+
+
+def test_a_name_that_no_file_can_have(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot be read: File name too long"):
+        read_checkpoint(tmp_path / ("x" * 300))
+
+
 def test_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
     save_file(WEIGHTS, tmp_path / "secret.safetensors")
     folder = tmp_path / "model"
