@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from .files import WeightFiles, check_inside, find_weight_files, read_json
 from .mdlus import is_mdlus, read_mdlus
+from .pangu_onnx import read_pangu_onnx
 from .pickles import damaged, read_pickle
 from .unwrap import strip_lightning, strip_prefixes, unwrap
 
@@ -49,7 +50,8 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     """Read a checkpoint: a file, an index of shards, or a folder.
 
     Files are safetensors, what `torch.save` writes (``.ckpt .pt .pth .bin``) and ``.mdlus``; their
-    first bytes decide. Pickled files are read with ``weights_only=True``, always.
+    first bytes decide. Of ``.onnx`` files only those of Pangu-Weather are read. Pickled files are
+    read with ``weights_only=True``, always.
 
     Raises:
         CheckpointError: missing, damaged, unsafe, without tensors, or with a shard missing.
@@ -140,13 +142,16 @@ def _read_file(path: Path) -> _Parts:
     if kind == "mdlus":
         tensors, extras, notes = read_mdlus(path)
         return tensors, {}, extras, notes
+    if kind == "onnx":
+        tensors, notes = read_pangu_onnx(path)
+        return tensors, {}, {}, notes
     content, read_notes = read_pickle(path)
     tensors, extras, notes = unwrap(content)
     return tensors, {}, extras, notes + read_notes
 
 
 def _format(path: Path) -> str:
-    """ "safetensors", "torch" or "mdlus", from the content; the suffix may be wrong."""
+    """ "safetensors", "torch", "mdlus" or "onnx"; from the content, as suffixes may be wrong."""
     try:
         with path.open("rb") as file:
             head = file.read(9)
@@ -156,6 +161,8 @@ def _format(path: Path) -> str:
         raise CheckpointError(f"{path} is empty")
     if head.startswith(b"PK"):
         return "mdlus" if is_mdlus(path) else "torch"
+    if path.suffix == ".onnx":  # its first bytes do not tell it
+        return "onnx"
     if head[8:9] == b"{" or path.suffix == ".safetensors":
         return "safetensors"
     if head.startswith(b"\x80"):
@@ -164,7 +171,7 @@ def _format(path: Path) -> str:
         return "mdlus"
     raise CheckpointError(
         f"{path} is neither a safetensors file nor one of torch.save",
-        "known suffixes are .safetensors .ckpt .pt .pth .bin .mdlus",
+        "known suffixes are .safetensors .ckpt .pt .pth .bin .mdlus .onnx",
     )
 
 

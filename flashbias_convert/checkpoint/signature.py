@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import FlashBiasError
+from ..errors import FlashBiasError, UnknownArchitectureError
 from .align import fits
 from .architecture import Architecture
 from .build import build_model
 
 logger = logging.getLogger(__name__)
 
+_PANGU_KEY = "layers.EarthSpecificLayer0.blocks.EarthSpecificBlock0.attention.earth_specific_bias"
 _REVEALING = ("relative_coords_table", "attn_mask")
 
 
@@ -54,6 +55,8 @@ def candidates(tensors: Mapping[str, Tensor]) -> list[Architecture]:
     """
     import timm
 
+    if _PANGU_KEY in tensors:
+        return _published_pangu(tensors)
     family = next((f for f in FAMILIES if f.matches(tensors)), None)
     if family is None:
         return []
@@ -63,6 +66,21 @@ def candidates(tensors: Mapping[str, Tensor]) -> list[Architecture]:
     if len(found) > 1:
         found = [arch for arch in found if _same_values(arch, tensors)]
     return found
+
+
+def _published_pangu(tensors: Mapping[str, Tensor]) -> list[Architecture]:
+    """Pangu-Weather as published, if the tensors fit.
+
+    Raises:
+        UnknownArchitectureError: they do not; the grid of another one is in none of its tensors.
+    """
+    arch = Architecture("flashbias", "pangu", origin="the state dict")
+    if fits(tensors, build_model(arch, "meta")):
+        return [arch]
+    raise UnknownArchitectureError(
+        "the tensors are of a Pangu-Weather model of other sizes than the published ones",
+        "give its sizes: --arch pangu --arch-args '{\"grid\": [LATITUDES, LONGITUDES], ...}'",
+    )
 
 
 def _fit(name: str, tensors: Mapping[str, Tensor]) -> Architecture | None:

@@ -35,7 +35,8 @@ CheckpointArg = Annotated[
     Path,
     typer.Argument(
         metavar="CHECKPOINT",
-        help="A .safetensors .ckpt .pt .pth .bin .mdlus file, an index of shards, or a folder.",
+        help="A .safetensors .ckpt .pt .pth .bin .mdlus .onnx file, an index of shards, or a "
+        "folder.",
         show_default=False,
         readable=False,  # the reader says it better
     ),

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import UsageError
 
 #: never the name of a report: a slip must not cost a checkpoint
-_WEIGHTS = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".tar", ".mdlus")
+_WEIGHTS = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".tar", ".mdlus", ".onnx")
 
 
 def check_report(
