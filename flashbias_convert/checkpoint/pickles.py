@@ -72,14 +72,14 @@ def _torch_load(source: Path | io.BytesIO, as_data: list[str] | tuple[()]) -> An
             is_archive = file.read(2) == b"PK"
         if not is_archive:
             check_legacy(source)
-            return torch.load(source, map_location="cpu", weights_only=True)
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=False)
         archive = read_archive(source)
         if not archive.compressed:
             content = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
             if archive.holds(_tensors_in(content)):
                 return content
         logger.debug("%s cannot be memory-mapped", source)
-        return torch.load(source, map_location="cpu", weights_only=True)
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=False)
 
 
 def _tensors_in(content: Any) -> Iterator[Tensor]:

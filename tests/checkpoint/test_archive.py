@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.serialization import set_crc32_options
 
-from flashbias_convert.checkpoint import read as reading
+from flashbias_convert.checkpoint import pickles as reading
 from flashbias_convert.checkpoint import read_checkpoint
 from flashbias_convert.errors import CheckpointError
 
