@@ -99,7 +99,7 @@ def _spec(terms: Mapping[str, Tensor], key: str, path: str | Path) -> dict[str, 
     try:
         layout = json.loads(bytes(terms[key].tolist()))
         entries = [_entry(entry, own) for entry in layout["terms"]]
-        spec = {"num_heads": int(layout["num_heads"]), "terms": entries}
+        spec = {**layout, "num_heads": int(layout["num_heads"]), "terms": entries}
         held = {f"{entry['name']}.{name}" for entry in entries for name in entry["tensors"]}
         if held != own.keys() or ScoreBias.layout(spec).encode() != bytes(terms[key].tolist()):
             raise ValueError("its tensors are not those of its layout")
