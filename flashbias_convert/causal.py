@@ -40,7 +40,31 @@ def key_table(mask: Tensor | None, device: torch.device) -> Tensor:
 
 def is_key_table(mask: Tensor | None) -> bool:
     """Whether what arrived as a mask is a key table."""
-    return mask is not None and mask.dim() == 4 and mask.dtype == torch.int32
+    known = mask is not None and mask.dim() == 4 and mask.dtype == torch.int32
+    return known and mask is not None and mask.shape[1:3] == (1, 1)
+
+
+def check_padding(mask: Tensor | None, batch: int, n: int, cache: Any) -> None:
+    """Raise ValueError unless a padding mask covers the cached tokens and those of this call.
+
+    Args:
+        mask: shape (B, L), or None.
+        batch: B, sequences of the call.
+        n: tokens of the call.
+        cache: a cache of transformers, or None.
+    """
+    if mask is None:
+        return
+    layers = getattr(cache, "layers", None)
+    fixed = getattr(layers[0], "max_cache_len", None) if layers else None
+    start = query_start(cache, 0)
+    wanted = start + n if isinstance(start, int) else 0  # where a tensor counts, it is not read
+    longest = wanted if fixed is None else fixed
+    if mask.shape[0] != batch or not wanted <= mask.shape[-1] <= max(longest, wanted):
+        raise ValueError(
+            f"the attention mask has shape {tuple(mask.shape)}, but it must cover the cached "
+            f"tokens and those of this call: ({batch}, {wanted or fixed})"
+        )
 
 
 def query_start(cache: Any, layer: int | None) -> int | Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from .causal import key_table
+from .causal import check_padding, key_table
 from .patched_owner import PatchedOwner
 
 
@@ -26,6 +26,8 @@ class CausalOwner(PatchedOwner):
         padding = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
         if inputs is None or not padding or self._returns_weights(call):
             return self.original_forward(*args, **kwargs)
+        cache = call.get("cache", call.get("past_key_values"))
+        check_padding(mask, inputs.shape[0], inputs.shape[1], cache)
         call["attention_mask"] = key_table(mask, inputs.device)
         with self.lean():
             return self.original_forward(**call)

@@ -51,9 +51,8 @@ class MaskMemo:
 
     def __init__(self, doubtful: bool = False) -> None:
         self.doubtful = doubtful
-        self._mask: weakref.ref[Tensor] | None = None
-        self._version = 0
-        self._equal = False
+        #: the last mask, its version, and whether it was the right one
+        self._known: tuple[weakref.ref[Tensor], int, bool] | None = None
 
     def stands_for(self, term: Regions | None, mask: Tensor) -> bool:
         """Whether `term` adds exactly `mask`, shape (nW, N, M) or (*windows, N, M).
@@ -69,13 +68,13 @@ class MaskMemo:
         if torch.compiler.is_compiling():
             return not self.doubtful
         version = -1 if mask.is_inference() else mask._version
-        known = self._mask is not None and self._mask() is mask and self._version == version
-        if not known:
+        known = self._known  # read once: another thread may look at another mask
+        if known is None or known[0]() is not mask or known[1] != version:
             dense = term.dense(*mask.shape[-2:], dtype=mask.dtype).squeeze(-3)
-            self._equal = torch.equal(dense.expand_as(mask), mask)
-            self._mask, self._version = weakref.ref(mask), version
-        self.doubtful = not self._equal
-        return self._equal
+            known = (weakref.ref(mask), version, torch.equal(dense.expand_as(mask), mask))
+            self._known = known
+        self.doubtful = not known[2]
+        return known[2]
 
 
 def _mask_fits(term: Regions, mask: Tensor) -> bool:

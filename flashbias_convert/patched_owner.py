@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from .composed import Composed
 from .patched_attention import PatchedAttention
@@ -43,14 +46,33 @@ class PatchedOwner(Composed):
 
     @contextmanager
     def lean(self) -> Iterator[None]:
-        """Inside, `is_lean`: overridden methods that make a bias return a placeholder."""
-        self._lean = True
+        """Inside, in this thread, `is_lean`: methods that make a bias return a placeholder."""
+        self._set_lean(True)
         try:
             yield
         finally:
-            self._lean = False
+            self._set_lean(False)
+
+    def _set_lean(self, value: bool) -> None:
+        if torch.compiler.is_compiling():  # which cannot look into threads, and has one
+            self._lean = value
+        elif value:
+            _now_lean().add(id(self))
+        else:
+            _now_lean().discard(id(self))
 
     @property
     def is_lean(self) -> bool:
         """Whether the forward of now hands on no bias and no mask of quadratic size."""
-        return self._lean
+        return self._lean if torch.compiler.is_compiling() else id(self) in _now_lean()
+
+
+_THREAD = threading.local()
+
+
+def _now_lean() -> set[int]:
+    """The owners whose forward runs in this thread and is lean."""
+    if not hasattr(_THREAD, "lean"):
+        _THREAD.lean = set()
+    found: set[int] = _THREAD.lean
+    return found

@@ -15,7 +15,12 @@ from flashbias_convert.causal import (
     query_start,
 )
 from flashbias_convert.models.alibi_gpt2 import AlibiGPT2Attention
-from flashbias_convert.models.caches import cached_sizes, token_slots
+from flashbias_convert.models.caches import (
+    cached_sizes,
+    fixed_length,
+    padded_to,
+    token_slots,
+)
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.patched_owner import PatchedOwner
 from flashbias_convert.recipe import Description, Owner, Recipe, Site
@@ -82,7 +87,10 @@ class LeanModel(PatchedOwner):
             )
             return made
         n, device = hidden.shape[1], hidden.device
-        slots = token_slots(cached_sizes(cache, n)[0], n, device)
+        start, m = cached_sizes(cache, n)
+        slots = token_slots(start, n, device)
+        if attention_mask is not None:  # refused as by the original, if it does not fit
+            padded_to(attention_mask, m, exact=fixed_length(cache) is None)
         return torch.empty(0, device=device), key_table(attention_mask, device), slots
 
 
@@ -111,7 +119,7 @@ recipe = Recipe(
     title="GPT-2 with ALiBi (this package)",
     classes=(f"{_MODULE}.AlibiGPT2Attention",),
     library="transformers",
-    tested=">=5.17,<6",
+    tested=">=5.17,<5.25",
     attention=FusedAttention,
     describe=describe,
     owners=(Owner((f"{_MODULE}.AlibiGPT2Model",), LeanModel),),

@@ -93,7 +93,7 @@ recipe = Recipe(
     title="BLOOM (transformers)",
     classes=(f"{_MODULE}.BloomAttention",),
     library="transformers",
-    tested=">=5.17,<6",
+    tested=">=5.17,<5.25",
     attention=BloomAttention,
     describe=describe,
     owners=(Owner((f"{_MODULE}.BloomModel",), BloomModel),),

@@ -109,7 +109,7 @@ recipe = Recipe(
     title="Falcon with ALiBi (transformers)",
     classes=(f"{_MODULE}.FalconAttention",),
     library="transformers",
-    tested=">=5.17,<6",
+    tested=">=5.17,<5.25",
     attention=FalconAttention,
     describe=describe,
     owners=(

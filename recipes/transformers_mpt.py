@@ -87,7 +87,7 @@ recipe = Recipe(
     title="MPT (transformers)",
     classes=(f"{_MODULE}.MptAttention",),
     library="transformers",
-    tested=">=5.17,<6",
+    tested=">=5.17,<5.25",
     attention=MptAttention,
     describe=describe,
     owners=(

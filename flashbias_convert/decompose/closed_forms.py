@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -33,16 +33,16 @@ def alibi_slopes(
     """
     if heads < 1:
         raise UsageError(f"heads must be at least 1, got {heads}")
+    if convention not in get_args(SlopeConvention):
+        raise UsageError(f"unknown convention {convention!r}; known are bloom, mpt and geometric")
     if convention == "geometric" or heads & (heads - 1) == 0:
         return _geometric(heads, bias_max)
     larger = 2 ** math.ceil(math.log2(heads))
     fine = _geometric(larger, bias_max)
     if convention == "mpt":
         return torch.cat([fine[1::2], fine[::2]])[:heads]
-    if convention == "bloom":
-        coarse = _geometric(larger // 2, bias_max)
-        return torch.cat([coarse, fine[::2]])[:heads]
-    raise UsageError(f"unknown convention {convention!r}; known are bloom, mpt and geometric")
+    coarse = _geometric(larger // 2, bias_max)
+    return torch.cat([coarse, fine[::2]])[:heads]
 
 
 def _geometric(heads: int, bias_max: float) -> Tensor:
