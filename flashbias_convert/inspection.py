@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from packaging.specifiers import SpecifierSet
@@ -182,40 +183,61 @@ def _as_list(entries: Iterable[str]) -> list[str]:
 
 
 class _Choice:
-    """Which sites the caller wants.
+    """Which sites the caller wants; names are looked up, so that thousands cost nothing.
 
     Raises:
         UsageError: an entry is no valid pattern, or matches none of `names`.
     """
 
     def __init__(self, include: list[str], exclude: list[str], names: list[str]) -> None:
-        self.include, self.exclude = include, exclude
-        for option, entries in (("include", include), ("exclude", exclude)):
-            for entry in entries:
-                if not any(_matches(entry, name) for name in names):
-                    near = difflib.get_close_matches(entry.removeprefix("re:"), names, cutoff=0.3)
-                    raise UsageError(
-                        f"{option} entry {entry!r} matches no site",
-                        f"sites are, for instance, {_listed(near or names, 3)}",
-                    )
+        self._include, self._exclude = _Entries(include), _Entries(exclude)
+        for option, entries in (("include", self._include), ("exclude", self._exclude)):
+            entry = entries.without_match(names)
+            if entry is not None:
+                near = difflib.get_close_matches(entry.removeprefix("re:"), names, cutoff=0.3)
+                raise UsageError(
+                    f"{option} entry {entry!r} matches no site",
+                    f"sites are, for instance, {_listed(near or names, 3)}",
+                )
 
     def reason_against(self, names: Sequence[str]) -> str | None:
         """Why a site with these names is left alone, or None."""
-        for entry in self.exclude:
-            if any(_matches(entry, name) for name in names):
-                return f"excluded by {entry!r}"
-        if self.include and not any(_matches(e, name) for e in self.include for name in names):
+        entry = self._exclude.matching(names)
+        if entry is not None:
+            return f"excluded by {entry!r}"
+        if self._include and self._include.matching(names) is None:
             return "not among the included sites"
         return None
 
 
-def _matches(entry: str, name: str) -> bool:
-    if not entry.startswith("re:"):
-        return entry == name
+class _Entries:
+    """Names, and patterns for whole names."""
+
+    def __init__(self, entries: Sequence[str]) -> None:
+        self._names = {entry for entry in entries if not entry.startswith("re:")}
+        self._patterns = [entry for entry in entries if entry.startswith("re:")]
+
+    def __bool__(self) -> bool:
+        return bool(self._names or self._patterns)
+
+    def matching(self, names: Sequence[str]) -> str | None:
+        """An entry that matches one of `names`."""
+        found = [name for name in names if name in self._names]
+        found += [p for p in self._patterns if any(_matches(p, name) for name in names)]
+        return found[0] if found else None
+
+    def without_match(self, names: Sequence[str]) -> str | None:
+        """An entry that matches none of `names`."""
+        missing = sorted(self._names.difference(names))
+        missing += [p for p in self._patterns if not any(_matches(p, name) for name in names)]
+        return missing[0] if missing else None
+
+
+def _matches(pattern: str, name: str) -> bool:
     try:
-        return re.fullmatch(entry.removeprefix("re:"), name) is not None
+        return re.fullmatch(pattern.removeprefix("re:"), name) is not None
     except re.error as error:
-        raise UsageError(f"{entry!r} is not a regular expression: {error}") from error
+        raise UsageError(f"{pattern!r} is not a regular expression: {error}") from error
 
 
 # -- planning one site ---------------------------------------------------------------------
@@ -345,13 +367,19 @@ def _warnings(match: _Match) -> tuple[str, ...]:
 
 
 def _version_warning(recipe: Recipe) -> str | None:
-    try:
-        version = importlib.metadata.version(recipe.library)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    if SpecifierSet(recipe.tested).contains(version, prereleases=True):
+    version = _version_of(recipe.library)
+    if version is None or SpecifierSet(recipe.tested).contains(version, prereleases=True):
         return None
     return f"recipe {recipe.name} was tested with {recipe.library}{recipe.tested}, not {version}"
+
+
+@cache
+def _version_of(library: str) -> str | None:
+    """The installed version; asked once, because the answer is parsed anew each time."""
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _alias_warning(match: _Match) -> str | None:

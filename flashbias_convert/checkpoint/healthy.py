@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -39,11 +40,16 @@ def check_loaded(model: nn.Module, path: str | Path) -> None:
 
 
 def _check_static(term: Term) -> None:
-    hints = get_type_hints(type(term))
+    hints = _hints(type(term))
     for name in term.static():
         value = getattr(term, name)
         if not _is_a(value, hints[name]):
             raise TypeError(f"{name} of {term.kind} must not be {value!r}")
+
+
+@cache
+def _hints(kind: type[Term]) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def _check_numbers(term: Term) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..errors import UsageError
 from .files import INDEX_SUFFIX
-from .staging import require_absent, require_no_folder
+from .publication import require_absent, require_no_folder
 
 WEIGHTS_NAME = "model.safetensors"
 _SUFFIX = ".safetensors"

@@ -4,35 +4,14 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ..errors import CheckpointError, UsageError
-
-
-def require_absent(path: Path, force: bool) -> None:
-    """Raise UsageError unless `path` can be created: its folder is there, and nothing is in it.
-
-    Args:
-        path: what will be written.
-        force: an existing file may be replaced. Folders are the caller's to check.
-    """
-    if not path.parent.is_dir():
-        raise UsageError(f"the folder {path.parent} does not exist")
-    if os.path.lexists(path) and not force:
-        raise UsageError(f"{path} exists", "choose another --output, or replace it with --force")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise UsageError(f"no permission to write in {path.parent}", "choose another --output")
-
-
-def require_no_folder(path: Path) -> None:
-    """Raise UsageError if a folder is where a file is to be written."""
-    if path.is_dir():
-        raise UsageError(
-            f"{path} is a folder, so no file can be written there", "choose another --output"
-        )
+from ..errors import CheckpointError
+from .locks import alone_in
+from .publication import Publication, remove, require_absent
 
 
 class Staging:
@@ -58,7 +37,11 @@ class Staging:
     def commit(self) -> None:
         """Make the files durable and give them their names.
 
-        After an exception none of them is left, and what they would have replaced is back.
+        A file that is replaced has its name all the time, a folder all but a moment. What comes
+        after the first file belongs to it: it is never seen beside another one, whenever this
+        process ends. Processes that commit in the same folder wait for each other.
+
+        After an exception none of the files is left, and what they would have replaced is back.
 
         Raises:
             UsageError: a file exists and may not be replaced, or a folder is in its place.
@@ -66,19 +49,28 @@ class Staging:
         """
         for temporary, final in self._files:
             _sync_tree(temporary, final)
-        steps: list[_Publication] = []
+        steps = [Publication(temporary, final) for temporary, final in self._files]
+        folders = sorted({final.parent for _, final in self._files})
+        with ExitStack() as locks:
+            for folder in folders:
+                locks.enter_context(alone_in(folder))
+            self._publish(steps, folders)
+        for step in steps:
+            remove(step.old)
+
+    def _publish(self, steps: list[Publication], folders: list[Path]) -> None:
         try:
-            for temporary, final in self._files:
-                steps.append(_Publication(temporary, final))
-                steps[-1].do(self._force)
-            for folder in {final.parent for _, final in self._files}:
+            if self._force:
+                for step in steps[1:]:
+                    step.set_aside()
+            for step in steps:
+                step.do(self._force)
+            for folder in folders:
                 _sync(folder)
         except BaseException:
             for step in reversed(steps):
                 step.undo()
             raise
-        for step in steps:
-            _remove(step.old)
 
     def __enter__(self) -> Self:
         return self
@@ -90,48 +82,7 @@ class Staging:
         trace: TracebackType | None,
     ) -> None:
         for temporary, _ in self._files:
-            _remove(temporary)
-
-
-class _Publication:
-    """Gives one file or folder its name, and takes that back.
-
-    Attributes:
-        old: where what is replaced waits until it can be deleted.
-    """
-
-    def __init__(self, temporary: Path, final: Path) -> None:
-        self._temporary, self._final = temporary, final
-        self.old = final.with_name(f".{final.name}.{secrets.token_hex(4)}.old")
-        self._done = False
-
-    def do(self, force: bool) -> None:
-        is_folder = self._temporary.is_dir()
-        if force and os.path.lexists(self._final):
-            if not is_folder:
-                require_no_folder(self._final)
-            os.rename(self._final, self.old)
-        if force or is_folder:
-            os.rename(self._temporary, self._final)
-        else:
-            _publish_new(self._temporary, self._final)
-        self._done = True
-
-    def undo(self) -> None:
-        if self._done:
-            _remove(self._final)
-        if os.path.lexists(self.old):
-            os.rename(self.old, self._final)
-
-
-def _publish_new(temporary: Path, final: Path) -> None:
-    try:
-        os.link(temporary, final)  # unlike a rename, fails if somebody was faster
-    except FileExistsError as error:
-        raise UsageError(f"{final} exists", "replace it with --force") from error
-    except OSError:  # a file system without hard links
-        require_absent(final, force=False)
-        os.rename(temporary, final)
+            remove(temporary)
 
 
 def _sync_tree(path: Path, final: Path) -> None:
@@ -148,10 +99,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)

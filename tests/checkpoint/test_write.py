@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -186,17 +188,47 @@ def test_old_files_are_back_when_publishing_fails(
     old = {"x.plan.json": "old plan", "x.safetensors": "old weights"}
     for name, text in old.items():
         (tmp_path / name).write_text(text)
-    real = os.rename
+    real = os.replace
 
     def last_fails(source: Path, target: Path) -> None:
         if source.suffix == ".tmp" and target.name == "x.plan.json":
             raise KeyboardInterrupt
         real(source, target)
 
-    monkeypatch.setattr(os, "rename", last_fails)
+    monkeypatch.setattr(os, "replace", last_fails)
     with pytest.raises(KeyboardInterrupt):
         write_file(tmp_path / "x.safetensors", WEIGHTS, PLAN, force=True)
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == old
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("step", range(12))
+def test_an_interrupt_at_any_step_leaves_all_or_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, force: bool, step: int
+) -> None:
+    if force:
+        write_file(tmp_path / "x.safetensors", {"a": torch.zeros(2)}, PLAN)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    calls = itertools.count()
+
+    def interrupted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)  # an interrupt comes after a call as well as before
+            if next(calls) == step:
+                raise KeyboardInterrupt
+            return result
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in ("fsync", "link", "rename", "replace", "unlink"):
+            patch.setattr(os, name, interrupted(getattr(os, name)))
+        with contextlib.suppress(KeyboardInterrupt):
+            write_file(tmp_path / "x.safetensors", WEIGHTS, PLAN, force=force)
+    after = {p.name: p.read_bytes() for p in tmp_path.iterdir() if not p.name.startswith(".")}
+    if after != before:
+        assert sorted(after) == ["x.plan.json", "x.safetensors"]
+        assert torch.equal(load_file(tmp_path / "x.safetensors")["a"], WEIGHTS["a"])
 
 
 def test_a_folder_in_place_of_the_sidecar_costs_nothing(tmp_path: Path) -> None:
