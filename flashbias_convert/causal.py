@@ -10,7 +10,6 @@ nobody takes it for one that is additive or boolean.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -88,7 +87,7 @@ def attend_causal(
     *,
     start: int | Tensor,
     builder: str | None = None,
-    inputs: Mapping[str, Any] = MappingProxyType({}),
+    inputs: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """Causal attention with a site's terms and the padding of this call.
@@ -117,7 +116,7 @@ def attend_causal(
     if keys.shape[-1] == 0:
         return score_bias(q, k, v, **call)
     places = _fit(keys[:, 0, 0, :], start, n, m)
-    built = {} if builder is None else {builder: {"places": places, **inputs}}
+    built = {} if builder is None else {builder: {"places": places, **(inputs or {})}}
     out: Tensor = score_bias(q, k, v, built=built, key_mask=places != 0, **call)
     return out
 

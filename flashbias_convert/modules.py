@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -198,7 +197,7 @@ class ScoreBiasModule(nn.Module):
         k: Tensor,
         v: Tensor,
         *,
-        built: Mapping[str, dict[str, Any]] = MappingProxyType({}),
+        built: Mapping[str, dict[str, Any]] | None = None,
         extra: Sequence[Term] = (),
         without: tuple[str, ...] = (),
         **kwargs: Any,
@@ -215,7 +214,7 @@ class ScoreBiasModule(nn.Module):
         Returns:
             Tensor of shape (*batch, H, N, Dv).
         """
-        for name, inputs in built.items():
+        for name, inputs in (built or {}).items():
             builder = self.builders[name]
             extra, without = (*extra, builder.make(**inputs)), without + builder.replaces
         prepared = self.prepared(without)

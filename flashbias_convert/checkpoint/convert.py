@@ -20,7 +20,7 @@ from .card import card_path, model_card
 from .open import OpenedModel, open_model
 from .origin import SOURCE_KEY, Origin
 from .outputs import WEIGHTS_NAME, check_output, is_folder, output_path, plan_path
-from .staging import require_absent, require_no_folder
+from .publication import require_absent, require_no_folder
 from .write import Check, write_file, write_folder
 
 Progress = Callable[[int, int, str], None]

@@ -40,7 +40,7 @@ def check_loaded(model: nn.Module, path: str | Path) -> None:
 
 
 def _check_static(term: Term) -> None:
-    hints = _hints(type(term))
+    hints = _hints(type(term))  # type: ignore[arg-type]
     for name in term.static():
         value = getattr(term, name)
         if not _is_a(value, hints[name]):

@@ -15,8 +15,9 @@ from .header import PLAN_KEY, TIED_KEY, VERSION_KEY, require_plan, tied_of
 from .load import term_tensors
 from .origin import SOURCE_KEY, Origin
 from .outputs import WEIGHTS_NAME, same_file
+from .publication import require_absent, require_no_folder
 from .read import Checkpoint, read_checkpoint
-from .staging import Staging, require_absent, require_no_folder
+from .staging import Staging
 from .write import compare, copy_small_files, failed, without_overlap
 
 _OURS = (PLAN_KEY, TIED_KEY, VERSION_KEY, SOURCE_KEY)
