@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -90,12 +90,26 @@ class Origin:
         """Inverse of `to_json`; raises CheckpointError for anything else."""
         try:
             data: dict[str, Any] = json.loads(text)
-            tuples = {name: tuple(data[name]) for name in ("files", "omitted", "lost")}
-            return cls(**{**data, **tuples})
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            lists = {name: tuple(_texts(data[name])) for name in ("files", "omitted", "lost")}
+            _texts(data["renamed"].items(), of=tuple)
+            _texts((data["metadata"] or {}).items(), of=tuple)
+            if not lists["files"]:
+                raise ValueError("it had no files")
+            return cls(**{**data, **lists})
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"what the file says of its source is damaged: {error}"
             ) from error
+
+
+def _texts(values: Any, of: type[Any] = str) -> Iterable[Any]:
+    """`values`, if they are texts, or pairs of texts; raises TypeError for anything else."""
+    if isinstance(values, str):
+        raise TypeError(f"{values[:20]!r} is no list")
+    for value in values:
+        if not isinstance(value, of) or not all(isinstance(part, str) for part in value):
+            raise TypeError(f"{value!r} is no text")
+    return values
 
 
 class _Finder:

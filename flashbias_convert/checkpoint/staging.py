@@ -11,7 +11,9 @@ from typing import Self
 
 from ..errors import CheckpointError
 from .locks import alone_in
-from .publication import Publication, remove, require_absent
+from .publication import Publication, remove, require_absent, require_no_folder
+
+__all__ = ["Staging", "require_absent", "require_no_folder"]
 
 
 class Staging:

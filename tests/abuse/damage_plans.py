@@ -11,6 +11,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from flashbias_convert.checkpoint.header import PLAN_KEY, TIED_KEY, VERSION_KEY
+from flashbias_convert.checkpoint.origin import SOURCE_KEY
 
 from . import damage_json
 from .damage_safetensors import split
@@ -107,6 +108,13 @@ def tied(rng: Random, tensors: Tensors, metadata: Metadata) -> bytes:
     return closed(kept, {**metadata, TIED_KEY: text})
 
 
+def source(rng: Random, tensors: Tensors, metadata: Metadata) -> bytes:
+    """What the file remembers of the names in its source."""
+    said = damage_json.damaged(rng, json.loads(metadata[SOURCE_KEY]))
+    text = rng.choice([json.dumps(said)] * 6 + ["{", "[1]", "[" * 100_000])
+    return closed(tensors, {**metadata, SOURCE_KEY: text})
+
+
 def _term_keys(tensors: Tensors) -> list[str]:
     return [key for key in tensors if ".score_bias." in key and not key.endswith(".layout")]
 
@@ -153,7 +161,7 @@ def term_shapes(rng: Random, tensors: Tensors, metadata: Metadata) -> bytes:
 DAMAGES: dict[str, Callable[[Random, Tensors, Metadata], bytes]] = {
     f.__name__: f
     for f in (
-        plan_values, plan_text, plan_sites, plan_arch, plan_missing, tied, layout, term_values,
-        term_shapes,
+        plan_values, plan_text, plan_sites, plan_arch, plan_missing, tied, source, layout,
+        term_values, term_shapes,
     )
 }  # fmt: skip

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flashbias_convert import load_model
-from flashbias_convert.checkpoint import Conversion
+from flashbias_convert.checkpoint import Conversion, restore_checkpoint
 from flashbias_convert.errors import FlashBiasError
 
 from . import tiny
@@ -151,6 +151,23 @@ def try_to_load(path: Path, root: Path) -> str:
         assert "the call has" in str(error), error
         return "loaded, and refused to compute"
     return "loaded"
+
+
+def try_to_restore(path: Path, root: Path) -> str:
+    """Restore `path`, which lies in `root`; says how it ended, and raises AssertionError."""
+    before = snapshot(root)
+    try:
+        with bounded():
+            done = restore_checkpoint(path)
+    except FlashBiasError as error:
+        assert snapshot(root) == before, "something was written"
+        return refused(error)
+    news = {str(p.relative_to(root)) for p in (done.output, *_inside(done.output))}
+    assert {k: v for k, v in snapshot(root).items() if k not in news} == before
+    found, stored = _weights_of(done.output), _weights_of(path).values()
+    assert len(found) == done.tensors
+    assert {_bits(t) for t in found.values()} <= {_bits(t) for t in stored}, "tensors were changed"
+    return "restored"
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ import pytest
 from . import damage_archives, damage_bytes, damage_folders, damage_plans, damage_safetensors
 from .amount import amount
 from .conftest import Count
-from .judge import try_to_convert, try_to_load
+from .judge import try_to_convert, try_to_load, try_to_restore
 from .tiny import NAME, Good
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -110,13 +110,19 @@ def test_damaged(kind: str, good: Good, tmp_path: Path, count: Count) -> None:
         try:
             ended[try_to_convert(path, root, arch)] += 1
             count("files", kind.split(":")[0])
-            for result in root.glob("*.flashbias*"):
-                shutil.rmtree(result) if result.is_dir() else result.unlink()
+            _remove_outputs(root)
             ended[try_to_load(path, root)] += 1
+            ended[try_to_restore(path, root)] += 1
+            _remove_outputs(root)
         except Exception as error:
             error.add_note(f"{kind}, seed {seed}: {path}")
             raise
         assert not (root / "trap").exists(), "code ran"
         shutil.rmtree(root)
     for outcome, times in ended.items():
-        count("conversions and loads of damaged files", outcome, times)
+        count("conversions, loads and restorations of damaged files", outcome, times)
+
+
+def _remove_outputs(root: Path) -> None:
+    for result in (*root.glob("*.flashbias*"), *root.glob("*.restored*")):
+        shutil.rmtree(result) if result.is_dir() else result.unlink()

@@ -179,6 +179,26 @@ def test_a_damaged_record_is_an_error(text: str) -> None:
         Origin.from_json(text)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": []},
+        {"files": [3]},
+        {"files": "x"},
+        {"metadata": "x"},
+        {"metadata": {"a": 1}},
+        {"renamed": ["a"]},
+        {"renamed": {"a": None}},
+        {"omitted": [["a"]]},
+        {"lost": None},
+    ],
+)
+def test_a_record_with_other_values_is_an_error(change: dict) -> None:
+    good = json.loads(Origin(("a",), {"x": "y"}, {"p": "q"}, ("r",), ("s",), "t").to_json())
+    with pytest.raises(CheckpointError, match="what the file says of its source is damaged"):
+        Origin.from_json(json.dumps({**good, **change}))
+
+
 def test_the_record_survives_its_text() -> None:
     origin = Origin(("a", "b"), {"x": "y"}, {"p": "q"}, ("r",), ("s",), "t")
     assert Origin.from_json(origin.to_json()) == origin
