@@ -7,7 +7,7 @@ import logging
 import pickle
 import pickletools
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -83,17 +83,27 @@ def _torch_load(source: Path | io.BytesIO, as_data: list[str] | tuple[()]) -> An
 
 
 def _tensors_in(content: Any) -> Iterator[Tensor]:
-    """Every tensor in nested containers, and in the fields of objects that are plain data."""
-    if isinstance(content, Tensor):
-        yield content
-    elif isinstance(content, Mapping):
-        for value in content.values():
-            yield from _tensors_in(value)
-    elif isinstance(content, list | tuple | set):
-        for value in content:
-            yield from _tensors_in(value)
-    elif hasattr(content, "__dict__"):
-        yield from _tensors_in(vars(content))
+    """Every tensor in nested containers, and in the fields of objects that are plain data.
+
+    Each container is entered once, however often the file refers to it: a few bytes can name one
+    mapping in a number of places that grows exponentially, or inside itself.
+    """
+    waiting, seen = [content], set()
+    while waiting:
+        here = waiting.pop()
+        if isinstance(here, Tensor):
+            yield here
+        elif id(here) not in seen:
+            seen.add(id(here))
+            waiting.extend(_inside(here))
+
+
+def _inside(content: Any) -> Iterable[Any]:
+    if isinstance(content, Mapping):
+        return content.values()
+    if isinstance(content, list | tuple | set):
+        return content
+    return vars(content).values() if hasattr(content, "__dict__") else ()
 
 
 def _refusal(path: Path, names: list[str], error: Exception) -> CheckpointError:
@@ -130,9 +140,15 @@ def _names_in_zip(source: Path | io.BytesIO) -> set[str]:
 
 
 def _names_in_legacy(source: Path | io.BytesIO) -> set[str]:
+    """Also of a plain pickle, which is no checkpoint, but may be what somebody was sent."""
+    found = set[str]()
     with source.open("rb") if isinstance(source, Path) else io.BytesIO(source.getvalue()) as file:
-        found = [_names_in_pickle(file) for _ in range(_LEGACY_PREAMBLE + 1)]
-        return set().union(*found)
+        end = file.seek(0, io.SEEK_END)
+        file.seek(0)
+        for _ in range(_LEGACY_PREAMBLE + 1):
+            if file.tell() < end:
+                found |= _names_in_pickle(file)
+    return found
 
 
 def _names_in_pickle(file: IO[bytes]) -> set[str]:
