@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         UsageError,
         VerificationError,
     )
+    from .huggingface import FlashBiasConfig
     from .inspection import inspect_model
     from .options import DecomposeOptions
     from .patched_attention import PatchedAttention
@@ -60,6 +61,7 @@ _MODULES = {
         "UsageError",
         "VerificationError",
     ),
+    "huggingface": ("FlashBiasConfig",),
     "inspection": ("inspect_model",),
     "options": ("DecomposeOptions",),
     "patched_attention": ("PatchedAttention",),
@@ -92,6 +94,7 @@ __all__ = [
     "Dense",
     "Description",
     "Diagonal",
+    "FlashBiasConfig",
     "FlashBiasError",
     "KeyBias",
     "Lookup",

@@ -5,27 +5,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, FlashBiasError, UnknownArchitectureError
-from ..plan import Plan, SitePlan
+from ..plan import Plan
 from ..recipe import Recipe
-from ..terms import ScoreBias
 from .align import align
 from .architecture import Architecture, ArchLike, as_architecture
+from .attach import attach_terms
+from .check_terms import DAMAGE, check_terms
 from .header import plan_of, require_plan, tied_of
 from .healthy import check_loaded
-from .kept_terms import plan_of_terms, split_terms
+from .kept_terms import split_terms
 from .limits import build_from_file
 from .open import compute_dtype, open_checkpoint
 from .read import read_checkpoint
 from .tied import untie_different
-
-#: what terms of a damaged plan raise when they are built
-_DAMAGE = (ValueError, TypeError, AttributeError, LookupError, RuntimeError)
 
 
 def load_model(
@@ -63,8 +60,8 @@ def load_model(
         opened = open_checkpoint(
             dataclasses.replace(checkpoint, tensors=weights), arch=arch, without_terms=True
         )
-        model = _patch_with(opened.model, terms, path, tuple(recipes), backend)
-        return model.to(device=device, dtype=dtype).eval()
+        attach_terms(opened.model, terms, path, recipes, backend)
+        return opened.model.to(device=device, dtype=dtype).eval()
     plan = require_plan(checkpoint.metadata, Path(path))
     tensors = _with_aliases(checkpoint.tensors, tied_of(checkpoint.metadata))
     check_terms(plan, tensors)
@@ -76,72 +73,10 @@ def load_model(
         model.load_state_dict(align(tensors, model), strict=True)
     except FlashBiasError:
         raise
-    except _DAMAGE as error:
+    except DAMAGE as error:
         raise CheckpointError(f"the plan in {path} cannot be used: {error!r}") from error
     check_loaded(model, path)
     return model.to(device=device, dtype=dtype).eval()
-
-
-def _patch_with(
-    model: nn.Module,
-    terms: Mapping[str, Tensor],
-    path: str | Path,
-    recipes: tuple[Recipe, ...],
-    backend: str,
-) -> nn.Module:
-    """Patch an original model with the terms that a state dict held beside its weights."""
-    from ..patching import apply_plan
-
-    plan = plan_of_terms(terms, path, model, recipes)
-    check_terms(plan, terms)
-    try:
-        apply_plan(model, plan, recipes=recipes, backend=backend, empty=True)
-        model.load_state_dict({**model.state_dict(), **terms}, strict=True)
-    except FlashBiasError:
-        raise
-    except _DAMAGE as error:
-        raise CheckpointError(f"the terms in {path} cannot be used: {error!r}") from error
-    check_loaded(model, path)
-    return model
-
-
-def check_terms(plan: Plan, tensors: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError unless the terms of the plan are the tensors in the file.
-
-    This comes before anything of the plan's sizes is allocated.
-    """
-    for site in plan.patched:
-        for key, info in term_tensors(site):
-            tensor = tensors.get(key)
-            if tensor is None:
-                raise CheckpointError(f"the plan names {key}, which the file lacks")
-            found = {
-                "shape": list(tensor.shape),
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-            }
-            if found != info:
-                raise CheckpointError(f"the plan says that {key} is {info}, the file has {found}")
-
-
-def term_tensors(site: SitePlan) -> list[tuple[str, Any]]:
-    """Key, and shape and dtype as JSON, of every tensor that a site adds to a file.
-
-    Raises:
-        CheckpointError: the plan is damaged.
-    """
-    prefix = f"{site.name}.score_bias" if site.name else "score_bias"
-    try:
-        if not site.spec:
-            return []
-        tensors = [
-            (f"{prefix}.{term['name']}.{name}", info)
-            for term in site.spec["terms"]
-            for name, info in term["tensors"].items()
-        ]
-        layout = {"shape": [len(ScoreBias.layout(site.spec).encode())], "dtype": "uint8"}
-        return [*tensors, (f"{prefix}.layout", layout)]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"the plan of {site.name!r} is damaged: {error!r}") from error
 
 
 def _with_aliases(tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> dict[str, Tensor]:

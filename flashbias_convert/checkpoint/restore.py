@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import CheckpointError, UsageError
+from .check_terms import term_tensors
 from .header import PLAN_KEY, TIED_KEY, VERSION_KEY, require_plan, tied_of
-from .load import term_tensors
 from .origin import SOURCE_KEY, Origin
 from .outputs import WEIGHTS_NAME, same_file
 from .publication import require_absent, require_no_folder

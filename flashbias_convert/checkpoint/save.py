@@ -14,8 +14,8 @@ from ..plan import Plan
 from ..recipe import Recipe
 from .architecture import Architecture, ArchLike, architecture_of, as_architecture
 from .build import build_model
+from .check_terms import term_tensors
 from .live_plan import live_plan
-from .load import term_tensors
 from .outputs import check_file, check_folder
 from .write import write_file, write_folder
 

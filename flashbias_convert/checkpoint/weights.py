@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .check_terms import term_tensors
 from .header import require_plan, tied_of
-from .load import term_tensors
 from .read import read_checkpoint
 
 

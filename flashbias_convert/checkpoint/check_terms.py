@@ -1,0 +1,54 @@
+"""Whether the terms that a plan describes are the tensors in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..plan import Plan, SitePlan
+from ..terms import ScoreBias
+
+#: what terms of a damaged plan raise when they are built
+DAMAGE = (ValueError, TypeError, AttributeError, LookupError, RuntimeError)
+
+
+def check_terms(plan: Plan, tensors: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError unless the terms of the plan are the tensors in the file.
+
+    This comes before anything of the plan's sizes is allocated.
+    """
+    for site in plan.patched:
+        for key, info in term_tensors(site):
+            tensor = tensors.get(key)
+            if tensor is None:
+                raise CheckpointError(f"the plan names {key}, which the file lacks")
+            found = {
+                "shape": list(tensor.shape),
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+            }
+            if found != info:
+                raise CheckpointError(f"the plan says that {key} is {info}, the file has {found}")
+
+
+def term_tensors(site: SitePlan) -> list[tuple[str, Any]]:
+    """Key, and shape and dtype as JSON, of every tensor that a site adds to a file.
+
+    Raises:
+        CheckpointError: the plan is damaged.
+    """
+    prefix = f"{site.name}.score_bias" if site.name else "score_bias"
+    try:
+        if not site.spec:
+            return []
+        tensors = [
+            (f"{prefix}.{term['name']}.{name}", info)
+            for term in site.spec["terms"]
+            for name, info in term["tensors"].items()
+        ]
+        layout = {"shape": [len(ScoreBias.layout(site.spec).encode())], "dtype": "uint8"}
+        return [*tensors, (f"{prefix}.layout", layout)]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"the plan of {site.name!r} is damaged: {error!r}") from error
