@@ -284,6 +284,8 @@ def _no_owner(match: _Match) -> str | None:
     if not match.recipe.owners:
         return None
     if match.site.owner is None:
+        if not match.recipe.owners[0].required:
+            return None
         names = [cls.rpartition(".")[2] for cls in match.recipe.owners[0].classes]
         return f"its bias is made by a {' or '.join(names)}, which is not part of this model"
     reason = owner_refusal(match.site.owner)

@@ -1,0 +1,121 @@
+"""Biases from tables of relative positions: what recipes of windowed attention share."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+from torch import Tensor, nn
+
+from .recipe import UnsupportedSite
+from .terms import RelativeTable
+
+
+def require_index(found: Tensor, right: Tensor) -> None:
+    """Refuse an index that does not belong to its window.
+
+    Checkpoints do not hold such buffers: after a build on the meta device they are garbage.
+
+    Args:
+        found: the module's own index, of any shape.
+        right: what the module's library computes for its window.
+
+    Raises:
+        UnsupportedSite: they differ.
+    """
+    if not torch.equal(found.flatten(), right.to(found.device).flatten()):
+        refuse_buffers()
+
+
+def require_coordinates(found: Tensor, right: Tensor) -> None:
+    """As `require_index`, for coordinates, which may have been rounded to bfloat16."""
+    close = found.shape == right.shape and torch.allclose(
+        found.float(), right.to(found.device).float(), rtol=2**-7
+    )
+    if not close:
+        refuse_buffers()
+
+
+def refuse_buffers() -> None:
+    """Raise UnsupportedSite; see `require_index`."""
+    raise UnsupportedSite(
+        "its relative position buffers do not belong to its window, as after a build on the "
+        "meta device; call init_non_persistent_buffers() of every module that has it"
+    )
+
+
+# -- continuous position bias (SwinV2) -----------------------------------------------------
+
+
+def continuous_bias(
+    mlp: nn.Module, coordinates: Tensor, index: Tensor, num_heads: int
+) -> tuple[Tensor, tuple[str, ...]]:
+    """The bias of SwinV2: 16 sigmoid(mlp(coordinates)), looked up by the relative position.
+
+    Args:
+        mlp: the module's own.
+        coordinates: floating point, shape (1, 2 Wh - 1, 2 Ww - 1, 2).
+        index: integers, N * N in any shape, into the flattened coordinates.
+        num_heads: H.
+
+    Returns:
+        The bias (H, N, N) in float32 or wider, and warnings: what differs from the original's own
+        where that computes in half precision.
+    """
+    own = _run_mlp(mlp, coordinates, index, num_heads)
+    if torch.finfo(own.dtype).bits >= 32:
+        return own, ()
+    wide = copy.deepcopy(mlp).float()
+    bias = _run_mlp(wide, coordinates.float(), index, num_heads)
+    off = (bias - own.float()).abs().max()
+    return bias, (
+        f"the original computes its bias in {str(own.dtype).removeprefix('torch.')} and is off "
+        f"by up to {off:.2g}; the terms are made in float32 from the same weights",
+    )
+
+
+def _run_mlp(mlp: nn.Module, coordinates: Tensor, index: Tensor, num_heads: int) -> Tensor:
+    table = mlp(coordinates).view(-1, num_heads)
+    n = math.isqrt(index.numel())
+    bias = table[index.reshape(-1)].view(n, n, -1).permute(2, 0, 1)
+    return 16 * torch.sigmoid(bias.contiguous())
+
+
+def cosine_scale(logit_scale: Tensor) -> Tensor:
+    """The scale of SwinV2's cosine attention, shape (H,), in float32 or wider."""
+    wide = logit_scale.to(torch.promote_types(logit_scale.dtype, torch.float32))
+    return wide.clamp(max=math.log(1.0 / 0.01)).exp().reshape(-1)
+
+
+# -- a table with a class token (BEiT) -----------------------------------------------------
+
+
+def cls_window_table(*, table: Tensor, window: tuple[int, int]) -> RelativeTable:
+    """BEiT's bias of a window of patches behind a class token, without its (N, N) matrix.
+
+    Args:
+        table: shape (T + 3, H): an entry for each of the T = (2 Wh - 1)(2 Ww - 1) offsets, row by
+            row, then those of the class token: its row, its column, and where they cross.
+        window: (Wh, Ww).
+
+    Returns:
+        A term for 1 + Wh Ww queries and keys, with an fp32 table, or fp64 for one of fp64.
+    """
+    (height, width), span = window, 2 * window[1] - 1
+    size = (2 * height - 1) * span
+    rows = torch.arange(height, dtype=torch.int32, device=table.device)
+    columns = torch.arange(width, dtype=torch.int32, device=table.device)
+    # offsets count from the last key to the first; the class token has codes of its own behind
+    # them: its row takes entries size ..., its column those after, and the last is the crossing
+    u = (rows[:, None] * span + columns).flatten()
+    largest = (height - 1) * span + width - 1
+    column = size + largest + 1
+    wide = table.to(torch.promote_types(table.dtype, torch.float32)).T  # (H, T + 3)
+    row, col, corner = wide[:, -3:].unsqueeze(-1).unbind(1)  # (H, 1) each
+    rest = (row.expand(-1, largest + 1), col.expand(-1, size), corner)
+    return RelativeTable(
+        table=torch.cat([wide[:, :-3], *rest], dim=-1),
+        u=torch.cat([u.new_tensor([size]), u]),
+        v=torch.cat([u.new_tensor([column]), u.flip(0)]),
+    )
