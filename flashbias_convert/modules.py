@@ -53,8 +53,8 @@ class MaskMemo:
         #: the last mask, its version, and whether it was the right one
         self._known: tuple[weakref.ref[Tensor], int, bool] | None = None
 
-    def stands_for(self, term: Regions | None, mask: Tensor) -> bool:
-        """Whether `term` adds exactly `mask`, shape (nW, N, M) or (*windows, N, M).
+    def stands_for(self, term: Regions | None, mask: Tensor, times: int = 1) -> bool:
+        """Whether `term` adds exactly `times` `mask`, shape (nW, N, M) or (*windows, N, M).
 
         One row of ids may serve the windows of several leading entries, as in Pangu, where the
         mask is the same at all longitudes.
@@ -70,7 +70,8 @@ class MaskMemo:
         known = self._known  # read once: another thread may look at another mask
         if known is None or known[0]() is not mask or known[1] != version:
             dense = term.dense(*mask.shape[-2:], dtype=mask.dtype).squeeze(-3)
-            known = (weakref.ref(mask), version, torch.equal(dense.expand_as(mask), mask))
+            same = torch.equal(dense.expand_as(mask), mask if times == 1 else times * mask)
+            known = (weakref.ref(mask), version, same)
             self._known = known
         self.doubtful = not known[2]
         return known[2]

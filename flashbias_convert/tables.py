@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,12 @@ def refuse_buffers() -> None:
         "its relative position buffers do not belong to its window, as after a build on the "
         "meta device; call init_non_persistent_buffers() of every module that has it"
     )
+
+
+def in_float32(module: nn.Module) -> Any:
+    """The module, or a copy in float32 of one in half precision, which rounds what it computes."""
+    half = any(torch.finfo(p.dtype).bits < 32 for p in module.parameters())
+    return copy.deepcopy(module).float() if half else module
 
 
 # -- continuous position bias (SwinV2) -----------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -53,14 +53,14 @@ _KEPT = weakref.WeakKeyDictionary()
 
 
 def _make(layer: ShiftedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    made: Tensor | None = layer.original_class.get_attn_mask(layer, *args, **kwargs)  # type: ignore[operator]
+    original: Any = layer.original_class
+    made: Tensor | None = original.get_attn_mask(layer, *args, **kwargs)
     return made
 
 
-def is_shifted(layer: nn.Module) -> bool:
-    """Whether a layer of transformers rolls its map, as far as is known before its first call."""
-    size: Any = layer.input_resolution
-    return bool(layer.shift_size) and min(size) > layer.window_size  # type: ignore[operator]
+def is_shifted(layer: Any) -> bool:
+    """Whether a layer of transformers rolls its map; backbones do so with a single window, too."""
+    return bool(layer.shift_size > 0)
 
 
 def layer_mask(layer: Any, like: Tensor) -> Tensor | None:
@@ -78,3 +78,9 @@ def layer_mask(layer: Any, like: Tensor) -> Tensor | None:
     size = (tuple(padded),) if together else padded
     mask: Tensor | None = layer.get_attn_mask(*size, dtype=like.dtype, device=like.device)
     return mask
+
+
+def wants_weights(config: Any, call: Mapping[str, Any]) -> bool:
+    """Whether a call in a model of transformers asks for attention weights."""
+    wanted = call.get("output_attentions")
+    return bool(getattr(config, "output_attentions", False) if wanted is None else wanted)

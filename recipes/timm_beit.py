@@ -78,12 +78,13 @@ class Beit(PatchedOwner):
 
 
 def describe(site: Site) -> Description:
-    """A block's own bias by the module's own look-up; one that all blocks share comes with a call."""
+    """A block's own bias by its own look-up; one that all blocks share comes with a call."""
     from timm.models.beit import gen_relative_position_index
 
     module: Any = site.module
-    shared = None if site.owner is None else site.owner.rel_pos_bias
-    source = module if module.relative_position_bias_table is not None else shared
+    owner: Any = site.owner
+    shared: Any = None if owner is None else owner.rel_pos_bias
+    source: Any = module if module.relative_position_bias_table is not None else shared
     if source is None:
         raise NoBias("it has no relative positions")
     for each in {module, shared} - {None}:

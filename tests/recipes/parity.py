@@ -20,7 +20,7 @@ from flashbias_convert import Plan, patch_model, unpatch_model
 from flashbias_convert.attention.prepared import PreparedBias
 from flashbias_convert.errors import StaleTermsError
 from flashbias_convert.swap import patched_modules
-from flashbias_convert.terms import Regions, ScoreBias
+from flashbias_convert.terms import ScoreBias
 from tests.support import assert_parity
 
 #: parameters that make nothing but biases of scores; zeros in them leave no bias
@@ -154,14 +154,17 @@ def check_the_bias_matters(case: Case) -> None:
 
 
 def check_masks_are_not_dropped(case: Case) -> None:
-    """Without its shift masks the patched model is wrong, so the comparison sees them."""
+    """Without its shift masks the patched model is wrong, so the comparison sees them.
+
+    What differs from window to window is a mask, planned or arrived.
+    """
     if not case.masked:
         return
     right = modules.flashbias_attention
 
     def unmasked(q: Tensor, k: Tensor, v: Tensor, bias: Any, **kwargs: Any) -> Tensor:
         terms = bias.bias if isinstance(bias, PreparedBias) else bias
-        kept = tuple(term for term in terms.terms if not isinstance(term, Regions))
+        kept = tuple(term for term in terms.terms if not term.batch_shape())
         return right(q, k, v, ScoreBias(kept, terms.num_heads), **kwargs)
 
     with pytest.MonkeyPatch.context() as context:
