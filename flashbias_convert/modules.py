@@ -125,6 +125,7 @@ class ScoreBiasModule(nn.Module):
     def _forget(self) -> None:
         """Drop everything that was derived from the buffers."""
         self._prepared: dict[tuple[str, ...], PreparedBias] = {}
+        self._last_joined: tuple[PreparedBias, tuple[Term, ...], PreparedBias] | None = None
         self.mask_memo = MaskMemo(self.mask_memo.doubtful)
 
     def spec(self) -> dict[str, Any]:
@@ -219,13 +220,23 @@ class ScoreBiasModule(nn.Module):
             builder = self.builders[name]
             extra, without = (*extra, builder.make(**inputs)), without + builder.replaces
         prepared = self.prepared(without)
+        # masks aside, the bound holds with them, too
+        bound = self.score_bound if all(isinstance(term, Regions) for term in extra) else None
         if extra:
-            own = prepared.bias
-            bias = ScoreBias(own.terms + tuple(extra), own.num_heads)
-            return flashbias_attention(q, k, v, bias, backend=self.backend, **kwargs)
+            prepared = self._joined(prepared, tuple(extra))
         return flashbias_attention(
-            q, k, v, prepared, score_bound=self.score_bound, backend=self.backend, **kwargs
+            q, k, v, prepared, score_bound=bound, backend=self.backend, **kwargs
         )
+
+    def _joined(self, own: PreparedBias, extra: tuple[Term, ...]) -> PreparedBias:
+        """Own terms and those of a call; kept while masks stay the same objects."""
+        last = self._last_joined  # read once: another thread may bring another mask
+        if last is not None and last[0] is own and _are(last[1], extra):
+            return last[2]
+        joined = PreparedBias(ScoreBias(own.bias.terms + extra, own.bias.num_heads))
+        if all(isinstance(term, Regions) for term in extra) and not torch.compiler.is_compiling():
+            self._last_joined = (own, extra, joined)
+        return joined
 
     # -- staying in step with the buffers --------------------------------------------------
 
@@ -242,10 +253,14 @@ class ScoreBiasModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         memo = MaskMemo(self.mask_memo.doubtful)
-        return {**self.__dict__, "_prepared": {}, "mask_memo": memo}
+        return {**self.__dict__, "_prepared": {}, "_last_joined": None, "mask_memo": memo}
 
     def extra_repr(self) -> str:
         return f"num_heads={self._spec['num_heads']}, backend={self.backend!r}"
+
+
+def _are(some: tuple[Term, ...], others: tuple[Term, ...]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
 
 
 def with_builders(spec: Mapping[str, Any], builders: Sequence[str]) -> dict[str, Any]:
