@@ -414,7 +414,7 @@ def _has_hooks(module: nn.Module) -> bool:
 def library_versions() -> dict[str, str]:
     """Versions of this package, Python and the libraries that matter; imports none of them."""
     versions = {"flashbias-convert": __version__, "python": platform.python_version()}
-    for name in ("torch", "triton", "timm", "transformers"):
+    for name in ("torch", "triton", "timm", "transformers", "torchvision"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
