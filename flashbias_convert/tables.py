@@ -37,6 +37,16 @@ def require_coordinates(found: Tensor, right: Tensor) -> None:
         refuse_buffers()
 
 
+def require_own_buffers(module: nn.Module) -> None:
+    """As `require_index`, for every buffer that a module of timm makes by `_init_buffers`."""
+    right: Any = copy.deepcopy(module)
+    right._init_buffers()
+    made = dict(right.named_buffers(recurse=False))
+    for name, buffer in module.named_buffers(recurse=False):
+        check = require_coordinates if buffer.is_floating_point() else require_index
+        check(buffer, made[name])
+
+
 def refuse_buffers() -> None:
     """Raise UnsupportedSite; see `require_index`."""
     raise UnsupportedSite(
@@ -74,8 +84,15 @@ def continuous_bias(
         return own, ()
     wide = copy.deepcopy(mlp).float()
     bias = _run_mlp(wide, coordinates.float(), index, num_heads)
-    off = (bias - own.float()).abs().max()
-    return bias, (
+    return bias, rounding_warnings(own, bias)
+
+
+def rounding_warnings(own: Tensor, bias: Tensor) -> tuple[str, ...]:
+    """Says how far the original's bias is off where it is computed in half precision."""
+    off = float((bias - own.float()).abs().max())
+    if off == 0.0:
+        return ()
+    return (
         f"the original computes its bias in {str(own.dtype).removeprefix('torch.')} and is off "
         f"by up to {off:.2g}; the terms are made in float32 from the same weights",
     )
