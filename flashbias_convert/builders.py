@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .terms import Alibi, Axial, KeyBias, Term
+from .terms import Alibi, Axial, KeyBias, RelativeTable, Term
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,36 @@ def rounded_alibi(*, slopes: Tensor, places: Tensor, unit: float, dtype: torch.d
     return KeyBias(values=rounded.to(dtype).float() * unit)
 
 
+def cls_window_table(*, table: Tensor, window: tuple[int, int]) -> RelativeTable:
+    """BEiT's bias of a window of patches behind a class token, without its (N, N) matrix.
+
+    Args:
+        table: shape (T + 3, H): an entry for each of the T = (2 Wh - 1)(2 Ww - 1) offsets, row by
+            row, then those of the class token: its row, its column, and where they cross.
+        window: (Wh, Ww).
+
+    Returns:
+        A term for 1 + Wh Ww queries and keys, with an fp32 table, or fp64 for one of fp64.
+    """
+    (height, width), span = window, 2 * window[1] - 1
+    size = (2 * height - 1) * span
+    rows = torch.arange(height, dtype=torch.int32, device=table.device)
+    columns = torch.arange(width, dtype=torch.int32, device=table.device)
+    # offsets count from the last key to the first; the class token has codes of its own behind
+    # them: its row takes entries size ..., its column those after, and the last is the crossing
+    u = (rows[:, None] * span + columns).flatten()
+    largest = (height - 1) * span + width - 1
+    column = size + largest + 1
+    wide = table.to(torch.promote_types(table.dtype, torch.float32)).T  # (H, T + 3)
+    row, col, corner = wide[:, -3:].unsqueeze(-1).unbind(1)  # (H, 1) each
+    rest = (row.expand(-1, largest + 1), col.expand(-1, size), corner)
+    return RelativeTable(
+        table=torch.cat([wide[:, :-3], *rest], dim=-1),
+        u=torch.cat([u.new_tensor([size]), u]),
+        v=torch.cat([u.new_tensor([column]), u.flip(0)]),
+    )
+
+
 def axial_rows(*, q: Tensor, rel_h: Tensor, rel_w: Tensor, y: Tensor, x: Tensor) -> Axial:
     """Rows of decomposed relative positions: products of the queries with two tables (SAM, ViTDet).
 
@@ -79,6 +109,7 @@ BUILDERS: dict[str, Builder] = {
     "padded_alibi": Builder(padded_alibi, replaces=(Alibi.kind,)),
     "rounded_alibi": Builder(rounded_alibi, replaces=(Alibi.kind,)),
     "axial_rows": Builder(axial_rows),
+    "cls_window_table": Builder(cls_window_table),
 }
 
 

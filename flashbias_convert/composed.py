@@ -41,7 +41,9 @@ def compose(recipe_class: type[Composed], original_class: type[nn.Module]) -> ty
             f"{PATCHED_PREFIX}{original_class.__name__}",
             (recipe_class, original_class),
             {
+                # transformers looks up what a model can return by the printed name of its class
                 "__module__": original_class.__module__,
+                "__qualname__": original_class.__qualname__,
                 "recipe_class": recipe_class,
                 "original_class": original_class,
                 "forward": _named_arguments(recipe_class.forward, original_class.forward),

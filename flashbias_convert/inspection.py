@@ -284,6 +284,8 @@ def _no_owner(match: _Match) -> str | None:
     if not match.recipe.owners:
         return None
     if match.site.owner is None:
+        if not match.recipe.owners[0].required:
+            return None
         names = [cls.rpartition(".")[2] for cls in match.recipe.owners[0].classes]
         return f"its bias is made by a {' or '.join(names)}, which is not part of this model"
     reason = owner_refusal(match.site.owner)
@@ -412,7 +414,7 @@ def _has_hooks(module: nn.Module) -> bool:
 def library_versions() -> dict[str, str]:
     """Versions of this package, Python and the libraries that matter; imports none of them."""
     versions = {"flashbias-convert": __version__, "python": platform.python_version()}
-    for name in ("torch", "triton", "timm", "transformers"):
+    for name in ("torch", "triton", "timm", "transformers", "torchvision"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

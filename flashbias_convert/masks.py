@@ -33,6 +33,8 @@ def attend_windows(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    *,
+    times: int = 1,
     **kwargs: object,
 ) -> Tensor:
     """Attention inside windows with a site's terms and the mask of this call.
@@ -46,6 +48,7 @@ def attend_windows(
         q, k, v: shapes (B * nW, H, N, D), (B * nW, H, M, D), (B * nW, H, M, Dv), windows
             innermost in the batch.
         mask: what the original adds to the scores, shape (nW, N, M), or None.
+        times: how often it adds it.
         **kwargs: keyword arguments of `flashbias_attention`.
 
     Returns:
@@ -54,8 +57,8 @@ def attend_windows(
     if mask is None:
         return score_bias(q, k, v, without=(Regions.kind,), **kwargs)
     q, k, v = (x.unflatten(0, (-1, mask.shape[0])) for x in (q, k, v))  # (B, nW, H, N, D)
-    if score_bias.mask_memo.stands_for(score_bias.planned_regions(), mask):
+    if score_bias.mask_memo.stands_for(score_bias.planned_regions(), mask, times):
         return score_bias(q, k, v, **kwargs).flatten(0, 1)
-    arrived = Dense(bias=mask.unsqueeze(-3))  # (nW, 1, N, M)
+    arrived = Dense(bias=(mask if times == 1 else times * mask).unsqueeze(-3))  # (nW, 1, N, M)
     out: Tensor = score_bias(q, k, v, extra=(arrived,), without=(Regions.kind,), **kwargs)
     return out.flatten(0, 1)

@@ -53,8 +53,8 @@ class MaskMemo:
         #: the last mask, its version, and whether it was the right one
         self._known: tuple[weakref.ref[Tensor], int, bool] | None = None
 
-    def stands_for(self, term: Regions | None, mask: Tensor) -> bool:
-        """Whether `term` adds exactly `mask`, shape (nW, N, M) or (*windows, N, M).
+    def stands_for(self, term: Regions | None, mask: Tensor, times: int = 1) -> bool:
+        """Whether `term` adds exactly `times` `mask`, shape (nW, N, M) or (*windows, N, M).
 
         One row of ids may serve the windows of several leading entries, as in Pangu, where the
         mask is the same at all longitudes.
@@ -70,7 +70,8 @@ class MaskMemo:
         known = self._known  # read once: another thread may look at another mask
         if known is None or known[0]() is not mask or known[1] != version:
             dense = term.dense(*mask.shape[-2:], dtype=mask.dtype).squeeze(-3)
-            known = (weakref.ref(mask), version, torch.equal(dense.expand_as(mask), mask))
+            same = torch.equal(dense.expand_as(mask), mask if times == 1 else times * mask)
+            known = (weakref.ref(mask), version, same)
             self._known = known
         self.doubtful = not known[2]
         return known[2]
@@ -124,6 +125,7 @@ class ScoreBiasModule(nn.Module):
     def _forget(self) -> None:
         """Drop everything that was derived from the buffers."""
         self._prepared: dict[tuple[str, ...], PreparedBias] = {}
+        self._last_joined: tuple[PreparedBias, tuple[Term, ...], PreparedBias] | None = None
         self.mask_memo = MaskMemo(self.mask_memo.doubtful)
 
     def spec(self) -> dict[str, Any]:
@@ -218,13 +220,23 @@ class ScoreBiasModule(nn.Module):
             builder = self.builders[name]
             extra, without = (*extra, builder.make(**inputs)), without + builder.replaces
         prepared = self.prepared(without)
+        # masks aside, the bound holds with them, too
+        bound = self.score_bound if all(isinstance(term, Regions) for term in extra) else None
         if extra:
-            own = prepared.bias
-            bias = ScoreBias(own.terms + tuple(extra), own.num_heads)
-            return flashbias_attention(q, k, v, bias, backend=self.backend, **kwargs)
+            prepared = self._joined(prepared, tuple(extra))
         return flashbias_attention(
-            q, k, v, prepared, score_bound=self.score_bound, backend=self.backend, **kwargs
+            q, k, v, prepared, score_bound=bound, backend=self.backend, **kwargs
         )
+
+    def _joined(self, own: PreparedBias, extra: tuple[Term, ...]) -> PreparedBias:
+        """Own terms and those of a call; kept while masks stay the same objects."""
+        last = self._last_joined  # read once: another thread may bring another mask
+        if last is not None and last[0] is own and _are(last[1], extra):
+            return last[2]
+        joined = PreparedBias(ScoreBias(own.bias.terms + extra, own.bias.num_heads))
+        if all(isinstance(term, Regions) for term in extra) and not torch.compiler.is_compiling():
+            self._last_joined = (own, extra, joined)
+        return joined
 
     # -- staying in step with the buffers --------------------------------------------------
 
@@ -241,10 +253,14 @@ class ScoreBiasModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         memo = MaskMemo(self.mask_memo.doubtful)
-        return {**self.__dict__, "_prepared": {}, "mask_memo": memo}
+        return {**self.__dict__, "_prepared": {}, "_last_joined": None, "mask_memo": memo}
 
     def extra_repr(self) -> str:
         return f"num_heads={self._spec['num_heads']}, backend={self.backend!r}"
+
+
+def _are(some: tuple[Term, ...], others: tuple[Term, ...]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
 
 
 def with_builders(spec: Mapping[str, Any], builders: Sequence[str]) -> dict[str, Any]:

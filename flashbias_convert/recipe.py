@@ -98,14 +98,19 @@ class Owner:
     Attributes:
         classes: qualified names of its classes.
         patch: the class whose `flashbias_forward` replaces its forward.
+        when: whether a module of the classes makes something; others are left as they are.
+        required: whether a site without such a module above is unsupported.
     """
 
     classes: tuple[str, ...]
     patch: type[PatchedOwner]
+    when: Callable[[nn.Module], bool] = lambda _: True
+    required: bool = True
 
     def matches(self, module: nn.Module) -> bool:
-        """Whether `module` is of one of the classes, or of a subclass."""
-        return any(qualified_name(cls) in self.classes for cls in type(module).__mro__)
+        """Whether `module` is of one of the classes, or of a subclass, and makes something."""
+        known = any(qualified_name(cls) in self.classes for cls in type(module).__mro__)
+        return known and self.when(module)
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,8 @@ class Recipe:
         attention: the class whose `flashbias_forward` replaces the original forward.
         describe: a site -> its bias and masks; computes them from the module's own code.
         owners: modules above that are patched with the attention. A site without one of the first
-            kind is unsupported; the attention modules of one are converted together or not at all.
+            kind is unsupported, unless it is not required; the attention modules of one are
+            converted together or not at all.
     """
 
     name: str

@@ -18,7 +18,7 @@ from .own_models import BUILT, TRANSFORMERS
 #: origin of what no file says
 CALLER = "the caller"
 
-Library = Literal["timm", "transformers", "flashbias", "caller"]
+Library = Literal["timm", "transformers", "torchvision", "flashbias", "caller"]
 
 #: entries of a transformers config that name code, kernels or repositories to fetch
 _CODE = frozenset({"_name_or_path", "auto_map", "custom_pipelines", "trust_remote_code"})
@@ -30,9 +30,10 @@ class Architecture:
     """How to build a model.
 
     Attributes:
-        library: who builds it: "timm", "transformers", "flashbias" for a model of this package,
-            or "caller" for a function that only the caller knows.
-        name: model name in timm or here, class name in transformers, or a label for the function.
+        library: who builds it: "timm", "transformers", "torchvision", "flashbias" for a model of
+            this package, or "caller" for a function that only the caller knows.
+        name: model name in timm, torchvision or here, class name in transformers, or a label for
+            the function.
         args: JSON values: keyword arguments, or the config for transformers.
         factory: the function of "caller"; never saved.
         origin: where this was learnt, for messages.
@@ -70,9 +71,9 @@ def as_architecture(arch: ArchLike, args: Mapping[str, Any] | None = None) -> Ar
     """The architecture that a caller named.
 
     Args:
-        arch: an Architecture, "timm:NAME", "transformers:CLASS", the name of a model of this
-            package, "package.module:function" or a function that returns the model. The
-            function's module is imported.
+        arch: an Architecture, "timm:NAME", "torchvision:NAME", "transformers:CLASS", the name of
+            a model of this package, "package.module:function" or a function that returns the
+            model. The function's module is imported.
         args: keyword arguments, or the config of a transformers model; added to an Architecture's.
 
     Raises:
@@ -93,11 +94,13 @@ def as_architecture(arch: ArchLike, args: Mapping[str, Any] | None = None) -> Ar
     if not colon or not library or not name:
         raise UsageError(
             f"cannot read the architecture {arch!r}",
-            "write timm:NAME, transformers:CLASS, package.module:function, or "
+            "write timm:NAME, torchvision:NAME, transformers:CLASS, package.module:function, or "
             + " or ".join([*TRANSFORMERS, *BUILT]),
         )
     if library == "timm":
         return Architecture("timm", name, args)
+    if library == "torchvision":
+        return Architecture("torchvision", name, args)
     if library == "transformers":
         return Architecture("transformers", name, args)
     return Architecture("caller", arch, args, _import_factory(library, name))

@@ -1,7 +1,7 @@
 """From an architecture to a model with random weights.
 
-Architectures resolve through timm, through transformers, and through functions that the caller
-passed. Nothing that only a file names is ever imported or downloaded.
+Architectures resolve through timm, transformers and torchvision, and through functions that the
+caller passed. Nothing that only a file names is ever imported or downloaded.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import FlashBiasError, UnknownArchitectureError, UsageError
 from .architecture import Architecture, without_code
+from .from_torchvision import build_torchvision
 from .offline import hub_offline
 from .own_models import builder, own_class
 
@@ -49,6 +50,7 @@ def build_model(arch: Architecture, device: torch.device | str = "cpu") -> nn.Mo
     """
     builders = {
         "timm": _timm,
+        "torchvision": build_torchvision,
         "transformers": _transformers,
         "flashbias": _own,
         "caller": _caller,

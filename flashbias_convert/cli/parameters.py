@@ -139,8 +139,8 @@ ArchOpt = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="timm:NAME, transformers:CLASS, alibi_gpt2, pangu, or package.module:function, "
-        "which is imported.",
+        help="timm:NAME, torchvision:NAME, transformers:CLASS, alibi_gpt2, pangu, or "
+        "package.module:function, which is imported.",
         rich_help_panel=_MODEL,
         show_default=False,
     ),

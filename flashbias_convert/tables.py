@@ -1,0 +1,111 @@
+"""Biases from tables of relative positions: what recipes of windowed attention share."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .recipe import UnsupportedSite
+
+
+def require_index(found: Tensor, right: Tensor) -> None:
+    """Refuse an index that does not belong to its window.
+
+    Checkpoints do not hold such buffers: after a build on the meta device they are garbage.
+
+    Args:
+        found: the module's own index, of any shape.
+        right: what the module's library computes for its window.
+
+    Raises:
+        UnsupportedSite: they differ.
+    """
+    if not torch.equal(found.flatten(), right.to(found.device).flatten()):
+        refuse_buffers()
+
+
+def require_coordinates(found: Tensor, right: Tensor) -> None:
+    """As `require_index`, for coordinates, which may have been rounded to bfloat16."""
+    close = found.shape == right.shape and torch.allclose(
+        found.float(), right.to(found.device).float(), rtol=2**-7
+    )
+    if not close:
+        refuse_buffers()
+
+
+def require_own_buffers(module: nn.Module) -> None:
+    """As `require_index`, for every buffer that a module of timm makes by `_init_buffers`."""
+    right: Any = copy.deepcopy(module)
+    right._init_buffers()
+    made = dict(right.named_buffers(recurse=False))
+    for name, buffer in module.named_buffers(recurse=False):
+        check = require_coordinates if buffer.is_floating_point() else require_index
+        check(buffer, made[name])
+
+
+def refuse_buffers() -> None:
+    """Raise UnsupportedSite; see `require_index`."""
+    raise UnsupportedSite(
+        "its relative position buffers do not belong to its window, as after a build on the "
+        "meta device; call init_non_persistent_buffers() of every module that has it"
+    )
+
+
+def in_float32(module: nn.Module) -> Any:
+    """The module, or a copy in float32 of one in half precision, which rounds what it computes."""
+    half = any(torch.finfo(p.dtype).bits < 32 for p in module.parameters())
+    return copy.deepcopy(module).float() if half else module
+
+
+# -- continuous position bias (SwinV2) -----------------------------------------------------
+
+
+def continuous_bias(
+    mlp: nn.Module, coordinates: Tensor, index: Tensor, num_heads: int
+) -> tuple[Tensor, tuple[str, ...]]:
+    """The bias of SwinV2: 16 sigmoid(mlp(coordinates)), looked up by the relative position.
+
+    Args:
+        mlp: the module's own.
+        coordinates: floating point, shape (1, 2 Wh - 1, 2 Ww - 1, 2).
+        index: integers, N * N in any shape, into the flattened coordinates.
+        num_heads: H.
+
+    Returns:
+        The bias (H, N, N) in float32 or wider, and warnings: what differs from the original's own
+        where that computes in half precision.
+    """
+    own = _run_mlp(mlp, coordinates, index, num_heads)
+    if torch.finfo(own.dtype).bits >= 32:
+        return own, ()
+    wide = copy.deepcopy(mlp).float()
+    bias = _run_mlp(wide, coordinates.float(), index, num_heads)
+    return bias, rounding_warnings(own, bias)
+
+
+def rounding_warnings(own: Tensor, bias: Tensor) -> tuple[str, ...]:
+    """Says how far the original's bias is off where it is computed in half precision."""
+    off = float((bias - own.float()).abs().max())
+    if off == 0.0:
+        return ()
+    return (
+        f"the original computes its bias in {str(own.dtype).removeprefix('torch.')} and is off "
+        f"by up to {off:.2g}; the terms are made in float32 from the same weights",
+    )
+
+
+def _run_mlp(mlp: nn.Module, coordinates: Tensor, index: Tensor, num_heads: int) -> Tensor:
+    table = mlp(coordinates).view(-1, num_heads)
+    n = math.isqrt(index.numel())
+    bias = table[index.reshape(-1)].view(n, n, -1).permute(2, 0, 1)
+    return 16 * torch.sigmoid(bias.contiguous())
+
+
+def cosine_scale(logit_scale: Tensor) -> Tensor:
+    """The scale of SwinV2's cosine attention, shape (H,), in float32 or wider."""
+    wide = logit_scale.to(torch.promote_types(logit_scale.dtype, torch.float32))
+    return wide.clamp(max=math.log(1.0 / 0.01)).exp().reshape(-1)

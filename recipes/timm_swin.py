@@ -1,0 +1,72 @@
+"""Swin Transformer of timm: attention in windows, with a table of relative positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from typing import Any
+
+from torch import Tensor, nn
+
+from flashbias_convert.masks import attend_windows, planned_mask
+from flashbias_convert.recipe import Description, Recipe, Site
+from flashbias_convert.tables import require_index
+from flashbias_convert.windows import WindowAttention
+
+
+class SwinWindowAttention(WindowAttention):
+    """timm's `WindowAttention`; the projections are the original's, line by line."""
+
+    bypassed = ("attn_drop", "softmax")
+
+    window_size: tuple[int, int]
+    num_heads: int
+    scale: float
+    relative_position_bias_table: nn.Parameter
+    qkv: nn.Linear
+    proj: nn.Linear
+    proj_drop: nn.Dropout
+
+    def bias_sources(self) -> tuple[Tensor | Hashable, ...]:
+        return (self.relative_position_bias_table, tuple(self.window_size))
+
+    def flashbias_forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        windows, n, _ = x.shape  # (B * nW, N, C)
+        qkv = self.qkv(x).reshape(windows, n, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)  # views, (B * nW, H, N, D)
+        x = attend_windows(self.score_bias, q, k, v, mask, scale=self.scale)
+        x = x.transpose(1, 2).reshape(windows, n, -1)
+        return self.proj_drop(self.proj(x))
+
+
+def describe(site: Site) -> Description:
+    """The position bias by the module's own look-up, and the shift mask that its block keeps."""
+    from timm.models.swin_transformer import get_relative_position_index
+
+    module: Any = site.module
+    index = module.relative_position_index
+    require_index(index, get_relative_position_index(*module.window_size))
+    # a block whose map may change size (`dynamic_mask`) keeps no mask: it makes one for each call
+    masks, warnings = planned_mask(getattr(site.parent, "attn_mask", None))
+    n = math.prod(module.window_size)
+    return Description(
+        bias=module._get_rel_pos_bias()[0],
+        num_heads=module.num_heads,
+        n=n,
+        m=n,
+        head_dim=module.qkv.out_features // 3 // module.num_heads,
+        index=index,
+        exact_terms=masks,
+        warnings=warnings,
+    )
+
+
+recipe = Recipe(
+    name="timm_swin",
+    title="Swin Transformer (timm)",
+    classes=("timm.models.swin_transformer.WindowAttention",),
+    library="timm",
+    tested=">=1.0.23,<1.1",
+    attention=SwinWindowAttention,
+    describe=describe,
+)

@@ -1,0 +1,163 @@
+"""BEiT of transformers: tables of relative positions that are resized to every input.
+
+DPT and ZoeDepth have it as their backbone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flashbias_convert.builders import cls_window_table
+from flashbias_convert.causal_owner import bound_arguments
+from flashbias_convert.fallback import say_original
+from flashbias_convert.patched_attention import PatchedAttention
+from flashbias_convert.patched_owner import PatchedOwner
+from flashbias_convert.recipe import Description, NoBias, Owner, Recipe, Site
+from flashbias_convert.tables import in_float32
+from flashbias_convert.terms import Dense
+from flashbias_convert.windows import wants_weights
+
+
+class BeitLayer(PatchedAttention):
+    """`BeitLayer`, with the attention in it: the layer makes the bias and adds it to the mask."""
+
+    bypassed = ("attention", "relative_position_bias")
+
+    attention: Any
+    relative_position_bias: Any
+    patch_size: int
+    layernorm_before: nn.Module
+    layernorm_after: nn.Module
+    mlp: nn.Module
+    dropout: nn.Module
+    drop_path: nn.Module
+    lambda_1: Any
+    lambda_2: Any
+
+    def bias_sources(self) -> tuple[Tensor | Hashable, ...]:
+        source = self.relative_position_bias
+        if source is None:
+            return ()
+        return (source.relative_position_bias_table, tuple(source.window_size))
+
+    def flashbias_forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        interpolate_pos_encoding: bool = False,
+        resolution: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        masked = isinstance(attention_mask, Tensor) and not attention_mask.is_floating_point()
+        if masked or wants_weights(self.attention.config, kwargs):
+            say_original("a mask" if masked else "attention weights")
+            given = (hidden_states, attention_mask, interpolate_pos_encoding, resolution)
+            original: Tensor = self.original_forward(*given, **kwargs)
+            return original
+        x = self._attend(self.layernorm_before(hidden_states), attention_mask, resolution)
+        x = self.drop_path(self.lambda_1 * self.dropout(x)) + hidden_states
+        out = self.dropout(self.mlp(self.layernorm_after(x)))
+        return self.drop_path(self.lambda_2 * out) + x
+
+    def _attend(self, x: Tensor, mask: Any, resolution: Any) -> Tensor:
+        attention, source = self.attention, self.relative_position_bias
+        shape = (*x.shape[:-1], -1, attention.head_dim)
+        q, k, v = (
+            project(x).view(shape).transpose(1, 2)
+            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        call: dict[str, Any] = {"extra": (), "scale": attention.scaling}
+        if isinstance(mask, Tensor):  # the owner did not run
+            call["extra"] = (Dense(bias=mask),)
+        elif mask is not None:
+            call["built"] = {"cls_window_table": mask}
+        if source is not None and (window := self._window(resolution)) != source.window_size:
+            call["extra"] += (cls_window_table(**resized(source, window)),)
+            call["without"] = tuple(term.kind for term in self.score_bias.bias.terms)
+        out = self.score_bias(q, k, v, **call)
+        projected: Tensor = attention.o_proj(out.transpose(1, 2).flatten(2))
+        return projected
+
+    def _window(self, resolution: Any) -> tuple[int, int]:
+        height, width = resolution
+        return height // self.patch_size, width // self.patch_size
+
+
+class BeitModel(PatchedOwner):
+    """`BeitModel` with one bias for all layers: it hands on the table instead of the matrix."""
+
+    config: Any
+
+    def flashbias_forward(self, *args: Any, **kwargs: Any) -> Any:
+        call = bound_arguments(self.original_class.forward, self, args, kwargs)
+        if call.get("attention_mask") is not None or wants_weights(self.config, call):
+            return self.original_forward(*args, **kwargs)
+        with self.lean():
+            return self.original_forward(*args, **kwargs)
+
+    @property
+    def shared_position_bias(self) -> Any:
+        """What the model calls for its bias: while lean, inputs of a builder."""
+        shared = self._modules["shared_position_bias"]
+        return (lambda window, **_: resized(shared, window)) if self.is_lean else shared
+
+
+def resized(source: Any, window: tuple[int, int]) -> dict[str, Any]:
+    """The table for another window, as a `BeitRelativePositionBias` resizes it, and the window."""
+    table: Tensor = source.relative_position_bias_table
+    wide = table.to(torch.promote_types(table.dtype, torch.float32))
+    height, width = (2 * size - 1 for size in source.window_size)
+    # the original takes rows for columns, which matters where the window is not square
+    offsets = wide[:-3].reshape(1, width, height, -1).permute(0, 3, 1, 2)
+    size = (2 * window[0] - 1, 2 * window[1] - 1)
+    offsets = F.interpolate(offsets, size=size, mode="bilinear")
+    return {"table": torch.cat([offsets[0].flatten(1).T, wide[-3:]]), "window": window}
+
+
+def describe(site: Site) -> Description:
+    """The bias of a layer at the size of its config; one that layers share comes with a call."""
+    module: Any = site.module
+    owner: Any = site.owner
+    shared: Any = None if owner is None else owner.shared_position_bias
+    own = module.relative_position_bias
+    source: Any = shared if own is None else own
+    if source is None:
+        raise NoBias("it has no relative positions")
+    window = source.window_size
+    bias = None if own is None else in_float32(own)(window)[0]
+    n = window[0] * window[1] + 1
+    return Description(
+        bias=bias,
+        num_heads=module.attention.num_attention_heads,
+        n=n,
+        m=n,
+        head_dim=module.attention.head_dim,
+        index=source.generate_relative_position_index(window),
+        builders=() if shared is None else ("cls_window_table",),
+    )
+
+
+_MODULE = "transformers.models.beit.modeling_beit"
+
+recipe = Recipe(
+    name="transformers_beit",
+    title="BEiT (transformers)",
+    classes=(f"{_MODULE}.BeitLayer",),
+    library="transformers",
+    tested=">=5.20,<5.25",
+    attention=BeitLayer,
+    describe=describe,
+    owners=(
+        Owner(
+            (f"{_MODULE}.BeitModel",),
+            BeitModel,
+            when=lambda model: model.shared_position_bias is not None,
+            required=False,
+        ),
+    ),
+)

@@ -1,0 +1,103 @@
+"""Window models of three libraries, converted from files and loaded again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from flashbias_convert.checkpoint import convert_checkpoint, load_model
+from flashbias_convert.checkpoint.architecture import as_architecture
+from flashbias_convert.checkpoint.build import build_model
+from flashbias_convert.errors import UnknownArchitectureError, UsageError
+from flashbias_convert.options import DecomposeOptions
+from flashbias_convert.swap import patched_modules
+from tests.recipes.parity import randomise
+from tests.support import assert_parity
+
+EXACT = DecomposeOptions(method="exact")
+TIMM_SWIN = {
+    "img_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 1], "num_heads": [1, 2],
+    "window_size": 4, "num_classes": 5,
+}  # fmt: skip
+TIMM_BEIT = {
+    "img_size": 20, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 5,
+    "use_shared_rel_pos_bias": True,
+}  # fmt: skip
+SWIN = {
+    "image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 1], "num_heads": [1, 2],
+    "window_size": 4,
+}  # fmt: skip
+BEIT = {
+    "image_size": 20, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "intermediate_size": 16, "use_relative_position_bias": True,
+    "use_shared_relative_position_bias": True,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "timm Swin": ("timm:swin_tiny_patch4_window7_224", TIMM_SWIN, 32),
+    "timm BEiT": ("timm:beit_base_patch16_224", TIMM_BEIT, 20),
+    "Swin": ("transformers:SwinForImageClassification", {"model_type": "swin", **SWIN}, 32),
+    "Swinv2": ("transformers:Swinv2ForImageClassification", {"model_type": "swinv2", **SWIN}, 32),
+    "Donut": ("transformers:DonutSwinModel", {"model_type": "donut-swin", **SWIN}, 32),
+    "BEiT": ("transformers:BeitForImageClassification", {"model_type": "beit", **BEIT}, 20),
+}
+
+
+def output(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        out: Any = model(x)
+    found = out if isinstance(out, Tensor) else getattr(out, "logits", None)
+    return out.last_hidden_state if found is None else found
+
+
+def check(name: str, args: dict[str, Any], size: int, path: Path) -> None:
+    model = build_model(as_architecture(name, args))
+    randomise(model)
+    x = torch.randn(1, 3, size, size, generator=torch.Generator().manual_seed(1))
+    plain = output(model, x)
+    save_file({k: v.clone() for k, v in model.state_dict().items()}, path)
+    done = convert_checkpoint(path, arch=name, arch_args=args, options=EXACT)
+    loaded = load_model(done.output)
+    assert len(patched_modules(loaded)) >= 2
+    ours = output(loaded, x)
+    assert_parity(ours, plain, output(model.double(), x.double()))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_converted_file_loads_as_the_same_model(name: str, tmp_path: Path) -> None:
+    check(*MODELS[name], tmp_path / "model.safetensors")
+
+
+def test_a_model_of_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = pytest.importorskip("torchvision.models")
+
+    def tiny_swin(*, weights: Any = None, **kwargs: Any) -> nn.Module:
+        assert weights is None
+        return models.SwinTransformer(  # type: ignore[no-any-return]
+            patch_size=[2, 2], embed_dim=16, depths=[2, 1], num_heads=[1, 2], window_size=[4, 4],
+            **kwargs,
+        )  # fmt: skip
+
+    monkeypatch.setitem(models._api.BUILTIN_MODELS, "tiny_swin", tiny_swin)
+    check("torchvision:tiny_swin", {"num_classes": 5}, 32, tmp_path / "model.safetensors")
+
+
+def test_architectures_of_torchvision_are_known_by_name_only() -> None:
+    pytest.importorskip("torchvision")
+    assert type(build_model(as_architecture("torchvision:swin_t"), "meta")).__name__ == (
+        "SwinTransformer"
+    )
+    with pytest.raises(UnknownArchitectureError, match="no model 'swin_x'"):
+        build_model(as_architecture("torchvision:swin_x"))
+    with pytest.raises(UsageError, match="may not set weights"):
+        build_model(as_architecture("torchvision:swin_t", {"weights": "DEFAULT"}))
+
+
+def test_torchvision_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "torchvision", None)
+    with pytest.raises(UnknownArchitectureError, match="needs torchvision"):
+        build_model(as_architecture("torchvision:swin_t"))

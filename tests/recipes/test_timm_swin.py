@@ -1,0 +1,124 @@
+"""timm's Swin, patched, against the original."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flashbias_convert import inspect_model, unpatch_model
+from flashbias_convert.errors import StaleTermsError
+from tests.recipes.parity import CHECKS, ONCE, Case, original
+from tests.support import assert_parity
+
+swin = pytest.importorskip("timm.models.swin_transformer")
+
+
+def make(**changes: Any) -> Any:
+    """Windows of 4 on maps of 16 and 8, one of them shifted."""
+    arguments: dict[str, Any] = {
+        "img_size": 32,
+        "patch_size": 2,
+        "embed_dim": 32,
+        "depths": (2, 1),
+        "num_heads": (2, 4),
+        "window_size": 4,
+        "num_classes": 5,
+    }
+    return swin.SwinTransformer(**{**arguments, **changes})
+
+
+def features(model: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = model.forward_features(x)  # type: ignore[operator]
+    return out
+
+
+def case(name: str, size: tuple[int, int] = (32, 32), **changes: Any) -> Case:
+    masked = changes.pop("masked", True)
+    return Case(name, lambda: make(**changes), (2, 3, *size), features, masked=masked)
+
+
+BASIC = case("square")
+CASES = [
+    BASIC,
+    case("window larger than the map", window_size=24, masked=False),
+    case("no multiple of the window", (36, 36), img_size=36, window_size=7),
+    case("non-square", (32, 48), img_size=(32, 48), window_size=(4, 8)),
+    case("always partition", always_partition=True, window_size=12),
+    case("no qkv bias", qkv_bias=False),
+    case("head size of its own", head_dim=24),
+    case("dynamic masks, another size", (48, 40), strict_img_size=False, masked=False),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("check", CHECKS)
+def test_parity(case: Case, check: Callable[[Case], None]) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("check", ONCE)
+def test_changes(check: Callable[[Case], None]) -> None:
+    check(BASIC)
+
+
+def test_fused_originals_agree() -> None:
+    model = BASIC.model()
+    for module in model.modules():
+        if isinstance(module, swin.WindowAttention):
+            module.fused_attn = True
+    x = BASIC.inputs()
+    plain, truth = BASIC.output(model, x), BASIC.truth(model, x)
+    BASIC.patch(model)
+    assert_parity(BASIC.output(model, x), plain, truth)
+
+
+def test_windows_differ_between_blocks_and_short_ones_are_left_alone() -> None:
+    plan = inspect_model(BASIC.model())
+    assert [(s.n, s.heads, s.head_dim) for s in plan.sites] == [(16, 2, 16)] * 2 + [(16, 4, 16)]
+    model = make(window_size=3, img_size=24).eval()
+    plan = inspect_model(model)
+    assert {s.status for s in plan.sites} == {"left alone"}
+    assert all("does not get faster" in s.reason for s in plan.sites)
+    assert inspect_model(model, force_all=True).counts() == {"patched": 3}
+
+
+def test_dynamic_masks_come_with_the_call() -> None:
+    model = make(strict_img_size=False).eval()
+    plan = inspect_model(model, method="exact")
+    assert [s.terms() for s in plan.sites] == [("relative_table",)] * 3
+    plan = inspect_model(BASIC.model(), method="exact")
+    assert plan.sites[1].terms() == ("relative_table", "regions")
+
+
+@pytest.mark.parametrize("window", [2, 8])
+def test_another_window_is_refused_until_patched_again(window: int) -> None:
+    model = BASIC.model()
+    BASIC.patch(model)
+    model.set_input_size(window_size=window)
+    with pytest.raises(StaleTermsError, match="WindowAttention have changed"):
+        BASIC.output(model, BASIC.inputs())
+    unpatch_model(model)
+    BASIC.patch(model)
+    x = BASIC.inputs()
+    assert_parity(BASIC.output(model, x), BASIC.output(original(model), x), BASIC.truth(model, x))
+
+
+def test_the_same_window_on_another_map_needs_no_new_terms() -> None:
+    model = BASIC.model()
+    BASIC.patch(model)
+    model.set_input_size(img_size=(48, 32), window_size=4)
+    x = torch.randn(2, 3, 48, 32, generator=torch.Generator().manual_seed(1))
+    plain, truth = BASIC.output(original(model), x), BASIC.truth(model, x)
+    assert_parity(BASIC.output(model, x), plain, truth)
+
+
+def test_garbage_in_the_index_is_refused() -> None:
+    model = BASIC.model()
+    model.layers[0].blocks[1].attn.relative_position_index.fill_(4595887523461469503)
+    plan = inspect_model(model, method="exact")
+    assert [site.status for site in plan.sites] == ["patched", "unsupported", "patched"]
+    assert "init_non_persistent_buffers" in plan.sites[1].reason
