@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashbias_convert import inspect_model, load_model, patch_model, patched, unpatch_model
 from flashbias_convert.checkpoint import convert_checkpoint
+from flashbias_convert.errors import StaleTermsError
 from flashbias_convert.models.caches import CACHE_FIELD
 from flashbias_convert.modules import ScoreBiasModule
 from flashbias_convert.swap import patched_modules, patched_owners
@@ -498,6 +499,28 @@ def test_slopes_are_those_of_the_model(name: str) -> None:
     expected["gpt2"] = expected["bloom"]
     expected["falcon"] = [slope / math.sqrt(8) for slope in expected["bloom"]]
     torch.testing.assert_close(term.slopes, torch.tensor(expected[name]))
+
+
+@pytest.mark.parametrize(
+    "renew", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)).double().float()]
+)
+def test_slopes_that_are_changed_by_hand_are_noticed(renew: Callable[[Any], Any]) -> None:
+    """As one does to read beyond the trained length."""
+    model, ids = patch(make("gpt2")), tokens()
+    expected = logits(model, ids)
+    model = renew(model)
+    assert torch.equal(logits(model, ids), expected)
+    model.get_decoder().slopes.mul_(0.5)
+    for each in (model, copy.deepcopy(model)):
+        with pytest.raises(StaleTermsError, match="AlibiGPT2Model makes its bias from has changed"):
+            logits(each, ids)
+    with patched(model, backend="eager"):
+        logits(model, ids)
+    with pytest.raises(StaleTermsError):
+        logits(model, ids)
+    plain = copy.deepcopy(model)
+    unpatch_model(plain)
+    assert_parity(logits(patch(model), ids), logits(plain, ids), true_logits(plain, ids))
 
 
 def test_falcon_with_rotary_positions_is_left_alone() -> None:
