@@ -17,6 +17,7 @@ from flashbias_convert.tables import (
     cosine_scale,
     require_coordinates,
     require_index,
+    require_plain_layers,
 )
 from flashbias_convert.windows import WindowAttention
 
@@ -70,7 +71,7 @@ class SwinV2WindowAttention(WindowAttention):
 def describe(site: Site) -> Description:
     """The position bias from the module's own layers, and the shift mask that its block keeps."""
     module: Any = site.module
-    _check_mlp(module)
+    require_plain_layers(module.cpb_mlp, module)
     _check_buffers(module)
     index = module.relative_position_index
     bias, warnings = continuous_bias(
@@ -89,17 +90,6 @@ def describe(site: Site) -> Description:
         exact_terms=masks,
         warnings=warnings + mask_warnings,
     )
-
-
-def _check_mlp(module: Any) -> None:
-    # an adapter can be switched off without a trace in the parameters: terms would go stale unseen
-    plain = (nn.Sequential, nn.Linear, nn.ReLU)
-    other = {type(m).__name__ for m in module.cpb_mlp.modules() if type(m) not in plain}
-    if other:
-        raise UnsupportedSite(
-            f"its cpb_mlp is not made of Linear and ReLU alone, but also of {sorted(other)[0]}; "
-            "merge adapters, and remove parametrizations and quantisation first"
-        )
 
 
 def _check_buffers(module: Any) -> None:
