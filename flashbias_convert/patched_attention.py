@@ -90,7 +90,7 @@ class PatchedAttention(Composed):
     def seal(self) -> None:
         """Declare that the terms belong to the weights and sizes as they are now."""
         sources = self.bias_sources()
-        self._seal = Seal(_state_of(sources), _values_of(sources))
+        self._seal = Seal(state_of(sources), values_of(sources))
         self.score_bias.awaits_load = False
         self.score_bias.prepared()  # now, so that torch.compile finds it made
         self.score_bias.bound_scores(self.scale_bound())
@@ -101,11 +101,11 @@ class PatchedAttention(Composed):
         Costs nothing and sees assignments, in-place changes and new sizes. Changes behind torch's
         back (fused optimizers, ``.data``) are seen by `compare_values`.
         """
-        return self._seal.broken or self._seal.state != _state_of(self.bias_sources())
+        return self._seal.broken or self._seal.state != state_of(self.bias_sources())
 
     def compare_values(self) -> None:
         """Look at the numbers themselves: after training and after loading."""
-        if self.is_stale() or self._seal.values != _values_of(self.bias_sources()):
+        if self.is_stale() or self._seal.values != values_of(self.bias_sources()):
             self._seal = BROKEN
 
     def train(self, mode: bool = True) -> Self:
@@ -177,16 +177,17 @@ def seal_if_loaded(module: nn.Module, _: Any) -> None:
         module.compare_values()
 
 
-def _state_of(sources: tuple[Tensor | Hashable, ...]) -> tuple[Hashable, ...]:
-    return tuple(_state_of_tensor(s) if isinstance(s, Tensor) else s for s in sources)
+def state_of(sources: tuple[Tensor | Hashable, ...]) -> tuple[Hashable, ...]:
+    """Identities, versions and sizes; costs nothing."""
+    return tuple(_identity(s) if isinstance(s, Tensor) else s for s in sources)
 
 
-def _state_of_tensor(tensor: Tensor) -> Hashable:
+def _identity(tensor: Tensor) -> Hashable:
     # the address tells of `parameter.data = ...`, which the version does not count
     return (id(tensor), tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version)
 
 
-def _values_of(sources: tuple[Tensor | Hashable, ...]) -> tuple[str, ...]:
+def values_of(sources: tuple[Tensor | Hashable, ...]) -> tuple[str, ...]:
     """A few sums over each tensor, as text so that NaN equals NaN; reads the values."""
     sums = []
     for tensor in sources:

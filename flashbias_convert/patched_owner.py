@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from .composed import Composed
-from .patched_attention import PatchedAttention
+from .errors import StaleTermsError
+from .patched_attention import PatchedAttention, Seal, state_of, values_of
 
 
 class PatchedOwner(Composed):
@@ -28,6 +30,15 @@ class PatchedOwner(Composed):
     #: the patched attention modules below, set by the engine
     _consumers: tuple[PatchedAttention, ...]
     _lean: bool
+    #: None until the sources have values
+    _seal: Seal | None
+
+    def fixed_sources(self) -> tuple[Tensor, ...]:
+        """Buffers of its own that terms were made from and that no state dict holds.
+
+        What a state dict holds changes with a load, and belongs to the attention modules.
+        """
+        return ()
 
     def flashbias_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original forward with the bias and the masks that it makes replaced."""
@@ -36,7 +47,37 @@ class PatchedOwner(Composed):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.training or any(module.runs_original() for module in self._consumers):
             return self.original_forward(*args, **kwargs)
+        if not torch.compiler.is_compiling() and self.is_stale():
+            raise StaleTermsError(
+                f"what this {self.original_class.__name__} makes its bias from has changed since "
+                "it was converted",
+                "run unpatch_model and patch_model again",
+            )
         return self.flashbias_forward(*args, **kwargs)
+
+    def seal(self) -> None:
+        """Declare that the terms belong to the sources as they are now."""
+        sources = self.fixed_sources()
+        known = not any(tensor.is_meta for tensor in sources)
+        self._seal = Seal(state_of(sources), values_of(sources)) if known else None
+
+    def is_stale(self) -> bool:
+        """Whether the sources have changed since then; reads them only where they may have."""
+        sources = self.fixed_sources()
+        if self._seal is None:
+            self.seal()
+        elif self._seal.state != state_of(sources):
+            if self._seal.values != values_of(sources):
+                return True
+            self.seal()  # the same numbers elsewhere: a copy
+        return False
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        stale = self.is_stale()
+        moved = super()._apply(fn, recurse)
+        if not stale:
+            self.seal()
+        return moved
 
     @classmethod
     def owner_class(cls) -> type[PatchedOwner]:

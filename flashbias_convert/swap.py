@@ -114,12 +114,14 @@ def patch_owner(module: nn.Module, recipe_class: type[PatchedOwner]) -> None:
     consumers = tuple(patched_modules(module))
     module.__class__ = compose(recipe_class, type(module))
     assert isinstance(module, PatchedOwner)
-    module._consumers, module._lean = consumers, False
+    module._consumers, module._lean, module._seal = consumers, False, None
+    module.seal()
 
 
 def unpatch_owner(module: PatchedOwner) -> None:
     """Put the original class back."""
-    del module.__dict__["_consumers"], module.__dict__["_lean"]
+    for name in ("_consumers", "_lean", "_seal"):
+        del module.__dict__[name]
     module.__class__ = module.original_class  # type: ignore[assignment]
 
 
@@ -170,7 +172,7 @@ def restored(model: nn.Module, *, always: bool) -> Iterator[None]:
         always: after success, too; otherwise only after an exception.
     """
     before = [_Patched.of(module) for module in patched_modules(model)]
-    owners = [(module, module.owner_class()) for module in patched_owners(model)]
+    owners = [(owner, owner.owner_class(), owner._seal) for owner in patched_owners(model)]
     done = False
     try:
         yield
@@ -180,5 +182,6 @@ def restored(model: nn.Module, *, always: bool) -> Iterator[None]:
             unpatch_all(model)
             for patched in before:
                 patched.restore()
-            for owner, recipe_class in owners:
+            for owner, recipe_class, seal in owners:
                 patch_owner(owner, recipe_class)
+                owner._seal = seal

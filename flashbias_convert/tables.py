@@ -55,6 +55,28 @@ def refuse_buffers() -> None:
     )
 
 
+def require_plain_layers(layers: nn.Module, attention: nn.Module) -> None:
+    """Refuse layers that make a bias if others have put something between them.
+
+    An adapter can be switched off without a trace in the parameters: terms would go stale unseen.
+
+    Args:
+        layers: what makes the bias; torch's own and those of the library of `attention` pass.
+        attention: the attention module.
+
+    Raises:
+        UnsupportedSite: something else is among them.
+    """
+    library = type(attention).__module__.partition(".")[0]
+    own = ("torch.nn.modules.", f"{library}.")
+    for layer in layers.modules():
+        if not f"{type(layer).__module__}.".startswith(own):
+            raise UnsupportedSite(
+                f"its bias is made by layers such as {type(layer).__name__}; merge adapters, and "
+                "remove parametrizations and quantisation first"
+            )
+
+
 def in_float32(module: nn.Module) -> Any:
     """The module, or a copy in float32 of one in half precision, which rounds what it computes."""
     half = any(torch.finfo(p.dtype).bits < 32 for p in module.parameters())

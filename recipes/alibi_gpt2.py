@@ -74,6 +74,11 @@ class FusedAttention(PatchedAttention):
 class LeanModel(PatchedOwner):
     """`AlibiGPT2Model`, without the bias (B, H, N, M) and the mask (B, 1, N, M)."""
 
+    slopes: Tensor
+
+    def fixed_sources(self) -> tuple[Tensor, ...]:
+        return (self.slopes,)
+
     def flashbias_forward(self, *args: Any, **kwargs: Any) -> Any:
         with self.lean():
             return self.original_forward(*args, **kwargs)

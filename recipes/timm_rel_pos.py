@@ -9,7 +9,12 @@ from torch import Tensor, nn
 
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.recipe import Description, NoBias, Recipe, Site, UnsupportedSite
-from flashbias_convert.tables import in_float32, require_own_buffers, rounding_warnings
+from flashbias_convert.tables import (
+    in_float32,
+    require_own_buffers,
+    require_plain_layers,
+    rounding_warnings,
+)
 
 
 class RelPosAttention(PatchedAttention):
@@ -64,6 +69,7 @@ def describe(site: Site) -> Description:
         raise UnsupportedSite("the model makes one bias for all blocks and hands it on as a matrix")
     if source is None:
         raise NoBias("it has no relative positions")
+    require_plain_layers(source, module)
     require_own_buffers(source)
     own, bias = source.get_bias(), in_float32(source).get_bias()
     n = bias.shape[-1]

@@ -17,6 +17,7 @@ from flashbias_convert.tables import (
     cosine_scale,
     require_coordinates,
     require_index,
+    require_plain_layers,
 )
 from flashbias_convert.windows import WindowAttention
 
@@ -70,6 +71,7 @@ class SwinV2WindowAttention(WindowAttention):
 def describe(site: Site) -> Description:
     """The position bias from the module's own layers, and the shift mask that its block keeps."""
     module: Any = site.module
+    require_plain_layers(module.cpb_mlp, module)
     _check_buffers(module)
     index = module.relative_position_index
     bias, warnings = continuous_bias(

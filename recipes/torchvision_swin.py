@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.recipe import Description, Recipe, Site
-from flashbias_convert.tables import continuous_bias, cosine_scale
+from flashbias_convert.tables import continuous_bias, cosine_scale, require_plain_layers
 from flashbias_convert.terms import Dense
 from flashbias_convert.window_map import WindowMap
 
@@ -90,6 +90,7 @@ def describe(site: Site) -> Description:
     index = module.relative_position_index.view(n, n)
     warnings: tuple[str, ...] = ()
     if hasattr(module, "cpb_mlp"):
+        require_plain_layers(module.cpb_mlp, module)
         table, heads = module.relative_coords_table, module.num_heads
         bias, warnings = continuous_bias(module.cpb_mlp, table, index, heads)
     else:

@@ -17,6 +17,7 @@ from flashbias_convert.tables import (
     cosine_scale,
     require_coordinates,
     require_index,
+    require_plain_layers,
 )
 from flashbias_convert.windows import ShiftedLayer, is_shifted, layer_mask
 
@@ -73,6 +74,7 @@ class Swinv2SelfAttention(PatchedAttention):
 def describe(site: Site) -> Description:
     """The position bias from the module's own layers, and the shift mask of its layer, twice."""
     module: Any = site.module
+    require_plain_layers(module.continuous_position_bias_mlp, module)
     table, index = module.relative_coords_table, module.relative_position_index
     right_table, right_index = module.create_coords_table_and_index()
     require_index(index, right_index)

@@ -263,6 +263,45 @@ def test_a_failed_site_stays_as_it_was() -> None:
     assert "score_bias" not in attention(model, 1)._modules
 
 
+def test_a_site_whose_svd_never_converges_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    with torch.no_grad():  # no singular value is larger than another
+        attention(model, 1).table.copy_(torch.eye(36).expand(2, 36, 36))
+
+    def unless_alike(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(matrix: Tensor, **options: Any) -> Any:
+            if torch.linalg.matrix_norm(matrix, 2).max() < 1.5:
+                raise torch.linalg.LinAlgError("did not converge")
+            return function(matrix, **options)
+
+        return call
+
+    for name in ("svd", "svdvals", "eigh"):
+        monkeypatch.setattr(torch.linalg, name, unless_alike(getattr(torch.linalg, name)))
+    plan = patch(model, method="svd")
+    assert [site.status for site in plan.sites] == ["patched", "failed", "patched"]
+    assert "did not converge" in plan.sites[1].reason and ATTN[1] in plan.sites[1].reason
+    assert type(attention(model, 1)) is BiasedAttention
+    assert isinstance(attention(model, 2), PatchedAttention)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_model_in_half_precision_gets_the_factors_of_its_weights(dtype: torch.dtype) -> None:
+    """There is no SVD in half precision, and factors are no place for its rounding."""
+    model = make_model().to(dtype)
+    wide = copy.deepcopy(model).double()
+    patch(model, method="svd", energy=0.9)
+    patch(wide, method="svd", energy=0.9)
+    for site in range(3):
+        found, expected = (
+            dict(attention(m, site).score_bias.named_buffers()) for m in (model, wide)
+        )
+        assert found.keys() == expected.keys() >= {"low_rank.phi_q", "low_rank.phi_k"}
+        assert found["low_rank.phi_q"].dtype == torch.float32
+        assert all(torch.equal(found[key], expected[key]) for key in found)
+    assert run(model, make_input().to(dtype)).isfinite().all()
+
+
 # -- and back ------------------------------------------------------------------------------
 
 

@@ -33,7 +33,8 @@ def eager_attention(
         scores = scores.masked_fill(~visible, float("-inf"))
     # a row without any visible key attends to nothing: zeros, as in torch's fused attention
     nothing = scores.amax(-1, keepdim=True) == float("-inf")
-    weights = scores.softmax(-1).masked_fill(nothing, 0.0)
+    # filled before the softmax, too: its gradient for a row of -inf would be NaN
+    weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
     return (weights @ value).to(q.dtype)
 
 

@@ -21,8 +21,8 @@ from .tuning import LaunchSettings, launch_settings
 
 #: Batch dimensions that the kernel can tell apart.
 MAX_BATCH_DIMS = 3
-#: Tensors that the kernel walks in steps over the keys.
-STEPPED = ("k", "v", "phi_k", "dense", "lookup_code")
+#: Tensors of which the kernel reads tiles, in steps over the keys but for q.
+TILED = ("q", "k", "v", "phi_k", "dense", "lookup_code")
 #: Widest access of a thread.
 VECTOR_BYTES = 16
 #: How many plans to keep; a model has a few dozen.
@@ -162,7 +162,7 @@ def make_plan(
         "PLAIN_SCALE": plain_scale,
         "NATURAL": q.dtype == torch.float32,
         "ALIGNED_ROWS": vector_rows(k) and vector_rows(v),
-        "WIDE": any(reach(tensors[n]) >= 2**31 for n in STEPPED if n in tensors),
+        "WIDE": any(reach(tensors[n]) >= 2**31 for n in TILED if n in tensors),
         "CAUSAL": causal,
         "COSINE": cosine,
         "SYMMETRIC": spec.symmetric,
@@ -220,7 +220,7 @@ def vector_rows(tensor: Tensor) -> bool:
 
 
 def reach(tensor: Tensor) -> int:
-    """Largest offset within the last two dimensions, which the kernel walks step by step."""
+    """Largest offset within the last two dimensions, of which the kernel reads tiles."""
     return sum(
         (size - 1) * stride
         for size, stride in zip(tensor.shape[-2:], tensor.stride()[-2:], strict=True)

@@ -94,6 +94,10 @@ def attention_kernel(
     offs_n = tl.arange(0, BN)
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
+    # 64 bits where an offset within a tile may need them; so it is in a layout (M, B, H, D)
+    near_n = offs_n.to(tl.int64) if WIDE else offs_n
+    near_d = offs_d.to(tl.int64) if WIDE else offs_d
+    near_dv = offs_dv.to(tl.int64) if WIDE else offs_dv
     in_rows = offs_m < N
     # vectors over rows are read at a valid row, so that they need no mask
     safe_m = tl.minimum(offs_m, N - 1).to(tl.int64)
@@ -114,7 +118,7 @@ def attention_kernel(
 
     q_ptr = _at(q_ptr, q_strides, b0, b1, b2) + h.to(tl.int64) * q_strides[3]
     q = tl.load(
-        q_ptr + safe_m[:, None] * q_strides[4] + offs_d[None, :] * q_strides[5],
+        q_ptr + safe_m[:, None] * q_strides[4] + near_d[None, :] * q_strides[5],
         mask=in_rows[:, None] & (offs_d[None, :] < D),
         other=0.0,
     )  # (BM, BLOCK_D)
@@ -214,14 +218,14 @@ def attention_kernel(
     v_ptr = _at(v_ptr, v_strides, b0, b1, b2) + h_kv.to(tl.int64) * v_strides[3]
     if ALIGNED_ROWS:
         k_ptr, v_ptr = tl.multiple_of(k_ptr, 16), tl.multiple_of(v_ptr, 16)
-    k_ptrs = k_ptr + offs_n[None, :] * k_strides[4] + offs_d[:, None] * k_strides[5]
-    v_ptrs = v_ptr + offs_n[:, None] * v_strides[4] + offs_dv[None, :] * v_strides[5]
+    k_ptrs = k_ptr + near_n[None, :] * k_strides[4] + near_d[:, None] * k_strides[5]
+    v_ptrs = v_ptr + near_n[:, None] * v_strides[4] + near_dv[None, :] * v_strides[5]
     if COLUMNS > 0:
-        phi_k_ptrs = phi_k_ptr + offs_n[None, :] * phi_k_strides[4] + offs_c[:, None]
+        phi_k_ptrs = phi_k_ptr + near_n[None, :] * phi_k_strides[4] + offs_c[:, None]
     if lookup_ptr is not None:
-        lookup_code_ptrs = lookup_code_ptr[:, None] + offs_n[None, :] * lookup_code_strides[4]
+        lookup_code_ptrs = lookup_code_ptr[:, None] + near_n[None, :] * lookup_code_strides[4]
     if dense_ptr is not None:
-        dense_ptrs = dense_ptr[:, None] + offs_n[None, :] * dense_strides[5]
+        dense_ptrs = dense_ptr[:, None] + near_n[None, :] * dense_strides[5]
 
     to_exp2 = LOG2E if NATURAL else size * LOG2E
     top = tl.full([BM], float("-inf"), tl.float32)
@@ -374,7 +378,7 @@ def normalize_rows_kernel(
     columns = tl.arange(0, BLOCK_D)
     inside = (rows < M)[:, None] & (columns < D)[None, :]
     x_ptr = _at(x_ptr, x_strides, b0, b1, b2) + h.to(tl.int64) * x_strides[3]
-    at = rows[:, None] * x_strides[4] + columns[None, :] * x_strides[5]
+    at = rows[:, None] * x_strides[4] + columns[None, :].to(tl.int64) * x_strides[5]
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     x = x / tl.maximum(tl.sqrt(tl.sum(x * x, 1)), 1e-12)[:, None]
     out_ptr += (b * H + h).to(tl.int64) * M * D

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flashbias_convert import Alibi, Dense, KeyBias, LowRank, Regions, ScoreBias
+from flashbias_convert import (
+    Alibi,
+    Axial,
+    Dense,
+    Diagonal,
+    KeyBias,
+    Lookup,
+    LowRank,
+    Regions,
+    RelativeTable,
+    ScoreBias,
+)
 from flashbias_convert.attention import PreparedBias, flashbias_attention
+from flashbias_convert.terms import Term
 from tests.support import assert_parity
 
 from .cases import BIASES, Inputs, plain_of, truth_of, views
@@ -114,6 +128,42 @@ def test_tensors_of_one_bias_broadcast_differently(backend: str, device: torch.d
     check(x, bias, backend)
 
 
+#: Terms of which one entry serves all heads, with a batch dimension and without.
+SHARED: dict[str, Callable[[Inputs, tuple[int, ...]], Term]] = {
+    "low_rank": lambda x, lead: LowRank(
+        phi_q=x.normal(*lead, 1, x.n, 3), phi_k=x.normal(x.heads, x.m, 3)
+    ),
+    "key_bias": lambda x, lead: KeyBias(values=x.normal(*lead, 1, x.m)),
+    "alibi": lambda x, lead: Alibi(slopes=x.normal(*lead, 1).abs()),
+    "relative_table": lambda x, lead: RelativeTable(
+        table=x.normal(*lead, 1, 45), u=x.integers(23, x.n), v=x.integers(23, x.m)
+    ),
+    "dense": lambda x, lead: Dense(bias=x.normal(*lead, 1, x.n, x.m)),
+    "diagonal": lambda x, lead: Diagonal(values=x.normal(*lead, 1, x.n)),
+    "lookup": lambda x, lead: Lookup(table=x.normal(1, 11), code=x.integers(11, *lead, x.n, x.m)),
+    "axial": lambda x, lead: Axial(
+        rel_h=x.normal(*lead, 1, x.n, 5),
+        rel_w=x.normal(1, x.n, 9),
+        y=x.integers(5, x.m),
+        x=x.integers(9, x.m),
+    ),
+}
+
+
+@pytest.mark.parametrize("lead", [(), (2,)])
+@pytest.mark.parametrize("kind", SHARED)
+def test_one_entry_serves_all_heads(
+    kind: str, lead: tuple[int, ...], backend: str, device: torch.device
+) -> None:
+    """With three heads and a batch of two the two dimensions cannot be taken for each other."""
+    x = Inputs(device, n=17, m=21, heads=3)
+    bias = x.bias(SHARED[kind](x, lead))
+    dense = bias.dense(17, 21, query_start=4, dtype=torch.float32)
+    expanded = x.bias(Dense(bias=dense.expand(2, 3, 17, 21)))
+    out = flashbias_attention(x.q, x.k, x.v, bias, backend=backend)
+    assert_parity(out, plain_of(x, expanded), truth_of(x, expanded))
+
+
 def test_more_batch_dimensions_than_the_kernel_walks(kernel: str, device: torch.device) -> None:
     x = Inputs(device, batch=(2, 2, 2, 2, 3), n=5, heads=1)
     bias = x.bias(x.dense(batch=(2, 1, 2, 1, 3)), x.regions((1, 2, 1, 2, 1)))
@@ -188,6 +238,33 @@ def test_nothing_is_read_outside_the_tensors(kernel: str, device: torch.device) 
     )
     x.q, x.k, x.v = surrounded(x.q), surrounded(x.k), surrounded(x.v)
     check(x, bias, kernel)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "dense"])
+@pytest.mark.parametrize("dim", [-1, -2])
+def test_offsets_within_a_tile_may_need_64_bits(
+    which: str, dim: int, kernel: str, device: torch.device
+) -> None:
+    """As in a large batch whose sequences come first, (M, B, H, D). The gaps are never touched."""
+    x = Inputs(device, torch.float16, batch=(1,), heads=1, n=33, d=33)
+    dense = x.dense().bias.half()
+    steps = [2**32, 2**32, 2**26, 2**26]
+    steps[-1 if dim == -2 else -2] = 1
+    try:
+        storage = torch.empty(2**31 + 2**6, dtype=torch.float16, device=device)
+    except RuntimeError:
+        pytest.skip("there is no room for 4 GiB")
+
+    def spread(t: torch.Tensor) -> torch.Tensor:
+        return storage.as_strided(t.shape, steps[-t.dim() :]).copy_(t)
+
+    if which == "dense":
+        check(x, x.bias(Dense(bias=spread(dense))), kernel)
+        return
+    setattr(x, which, spread(getattr(x, which)))
+    check(x, x.bias(Dense(bias=dense)), kernel)
+    if which == "k":
+        check(x, None, kernel, cosine=True)
 
 
 def test_output_is_laid_out_for_merging_heads(kernel: str, device: torch.device) -> None:
@@ -354,6 +431,20 @@ def test_a_bias_of_another_dtype(
     x = Inputs(device, dtype)
     bias = x.bias(Dense(bias=x.dense().bias.to(wide)))
     check(x, bias, backend)
+
+
+@pytest.mark.parametrize("kind", ["dense", "table"])
+def test_a_wider_bias_in_every_backend_of_torch(
+    kind: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Some take an additive mask of another dtype than q, some refuse it, and some misread it."""
+    fused = SDPBackend.EFFICIENT_ATTENTION if device.type == "cuda" else SDPBackend.FLASH_ATTENTION
+    x = Inputs(device, dtype, n=43, m=49)  # lengths that are no multiples of 8
+    bias = x.bias(getattr(x, kind)())
+    for each in (SDPBackend.MATH, fused):
+        with sdpa_kernel(each):
+            out = flashbias_attention(x.q, x.k, x.v, bias, backend="sdpa")
+        assert_parity(out, plain_of(x, bias), truth_of(x, bias))
 
 
 def test_a_half_precision_dense_bias_with_fp32_queries(backend: str, device: torch.device) -> None:

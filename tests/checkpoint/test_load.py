@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -29,6 +31,7 @@ from flashbias_convert.errors import (
 )
 from flashbias_convert.options import DecomposeOptions
 from flashbias_convert.terms import ScoreBias
+from tests.support import assert_parity
 from tests.toy import TOY
 
 from .models import (
@@ -180,6 +183,32 @@ def test_weights_that_only_the_config_ties_are_kept_apart(tmp_path: Path) -> Non
     x = torch.randn(1, 36, 16)
     with torch.no_grad():
         assert torch.equal(load_model(path, arch=TiedToy, recipes=[TOY])(x), model(x))
+
+
+def test_a_head_that_differs_from_the_embedding_is_kept_though_the_config_ties_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = transformers.BloomConfig(vocab_size=50, hidden_size=32, n_layer=2, n_head=4)
+    assert config.tie_word_embeddings
+    transformers.BloomForCausalLM(config).save_pretrained(tmp_path / "m")
+    file = tmp_path / "m" / "model.safetensors"
+    weights = load_file(file)
+    assert "lm_head.weight" not in weights
+    weights["lm_head.weight"] = torch.randn(50, 32, generator=torch.Generator().manual_seed(0))
+    save_file(weights, file, metadata={"format": "pt"})
+    own = transformers.BloomForCausalLM.from_pretrained(tmp_path / "m").eval()
+    assert torch.equal(own.lm_head.weight, weights["lm_head.weight"])
+    done = convert_checkpoint(tmp_path / "m")
+    with caplog.at_level(logging.WARNING, "flashbias_convert"):
+        loaded: Any = load_model(done.output, backend="sdpa")
+    assert "lm_head.weight are tied in the model but differ: untied" in caplog.text
+    assert torch.equal(loaded.lm_head.weight, own.lm_head.weight)
+    embedding = weights["transformer.word_embeddings.weight"]
+    assert torch.equal(loaded.get_input_embeddings().weight, embedding)
+    ids = torch.tensor([[7, 3, 9, 11]])
+    with torch.no_grad():
+        found, plain = loaded(ids).logits, own(ids).logits
+        assert_parity(found, plain, own.double()(ids).logits)
 
 
 def test_a_function_is_needed_again_to_load(tmp_path: Path) -> None:

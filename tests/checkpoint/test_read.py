@@ -196,6 +196,22 @@ def test_the_links_of_a_hub_cache_are_followed(tmp_path: Path) -> None:
     assert_equal(read_checkpoint(snapshot).tensors, WEIGHTS)
 
 
+@pytest.mark.parametrize("complete", [False, True])
+def test_a_whole_file_comes_before_an_index_that_was_left_beside_it(
+    tmp_path: Path, complete: bool
+) -> None:
+    """As in transformers; the index of an older model must not add or replace anything."""
+    save_file(WEIGHTS, tmp_path / "model.safetensors")
+    shard = "model-00001-of-00002.safetensors"
+    older = {key: torch.zeros_like(value) for key, value in WEIGHTS.items()}
+    older["another"] = torch.ones(1)
+    index = {"weight_map": dict.fromkeys(older, shard)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    if complete:
+        save_file(older, tmp_path / shard)
+    assert_equal(read_checkpoint(tmp_path).tensors, WEIGHTS)
+
+
 def test_a_folder_with_two_unnamed_files_is_ambiguous(tmp_path: Path) -> None:
     for name in ("x.pth", "y.pth"):
         torch.save(WEIGHTS, tmp_path / name)

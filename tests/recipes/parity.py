@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 import flashbias_convert.modules as modules
-from flashbias_convert import Plan, patch_model, unpatch_model
+from flashbias_convert import Plan, inspect_model, patch_model, unpatch_model
 from flashbias_convert.attention.prepared import PreparedBias
 from flashbias_convert.errors import StaleTermsError
 from flashbias_convert.swap import patched_modules
 from flashbias_convert.terms import ScoreBias
+from tests.adapters import add_adapters
 from tests.support import assert_parity
 
 #: parameters that make nothing but biases of scores; zeros in them leave no bias
@@ -252,6 +253,18 @@ def check_stale(case: Case) -> None:
         assert_parity(case.output(model, x), plain, case.truth(model, x))
 
 
+def check_adapters_of_the_bias(case: Case) -> None:
+    """To switch them changes the bias, and nothing that a patched module could look at."""
+    model = case.model()
+    weights = [name for name, _ in model.named_parameters() if BIASES.search(name)]
+    layers = {name.removesuffix(".weight") for name in weights}
+    if not add_adapters(model, layers.__contains__):
+        return  # the bias is a parameter
+    plan = inspect_model(model, method="exact", force_all=True)
+    assert [site.status for site in plan.sites].count("unsupported") == case.sites
+    assert all("Adapter" in site.reason for site in plan.sites if site.status == "unsupported")
+
+
 def check_state_dict(case: Case) -> None:
     """The terms travel in a state dict; without them the keys are the original's."""
     model, x = case.model(), case.inputs()
@@ -286,6 +299,7 @@ ONCE = (
     check_cast_after_patching,
     check_training,
     check_stale,
+    check_adapters_of_the_bias,
     check_state_dict,
     check_compiled,
 )

@@ -17,9 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashbias_convert import inspect_model, load_model, patch_model, patched, unpatch_model
 from flashbias_convert.checkpoint import convert_checkpoint
+from flashbias_convert.errors import StaleTermsError
 from flashbias_convert.models.caches import CACHE_FIELD
 from flashbias_convert.modules import ScoreBiasModule
 from flashbias_convert.swap import patched_modules, patched_owners
+from tests.adapters import add_adapters, switch
 from tests.support import assert_parity
 
 transformers = pytest.importorskip("transformers")
@@ -144,6 +146,28 @@ def test_logits(name: str, dtype: torch.dtype, padded: bool, backend: str) -> No
     assert_parity(logits(model, ids, attention_mask=mask)[real], plain[real], truth[real])
     if not padded:
         assert_parity(logits(model, ids), plain, truth)
+
+
+def test_padding_on_the_right_and_in_between(name: str) -> None:
+    model, ids, mask = make(name), tokens(), torch.ones(3, 20, dtype=torch.long)
+    mask[0, 12:], mask[1, 5:8], mask[1, 0] = 0, 0, 0
+    real = mask.bool()
+    truth, plain = true_logits(model, ids, mask), logits(model, ids, attention_mask=mask)
+    found = logits(patch(model), ids, attention_mask=mask)
+    torch.testing.assert_close(found[real], plain[real], rtol=1e-4, atol=1e-5)
+    if name in ("mpt", "falcon"):  # they count the gap, which the truth leaves out
+        real[1] = False
+    assert_parity(found[real], plain[real], truth[real])
+
+
+def test_a_row_of_padding_alone_harms_nobody(name: str) -> None:
+    model, ids, mask = patch(make(name)), tokens(), padding()
+    alone = logits(model, ids[1:], attention_mask=mask[1:])
+    mask[0] = 0
+    together = logits(model, ids, attention_mask=mask)
+    assert together.isfinite().all()
+    real = mask[1:].bool()
+    torch.testing.assert_close(together[1:][real], alone[real], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("n", [1, 2, 65, 700])
@@ -324,6 +348,20 @@ def test_training_is_the_original(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_training_with_gradient_checkpoints_is_the_original(name: str, reentrant: bool) -> None:
+    model, ids = patch(make(name)).train(), tokens()
+    grads = []
+    for checkpoints in (False, True):
+        model.zero_grad()
+        if checkpoints:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert model.is_gradient_checkpointing
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
 def test_a_block_in_training_mode_gets_what_its_original_needs(name: str) -> None:
     model, ids = make(name), tokens()
     plain = logits(model, ids)
@@ -416,6 +454,34 @@ def test_a_replaced_forward_of_the_owner_is_respected(name: str) -> None:
     assert "forward was replaced" in plan.sites[0].reason
 
 
+def test_hooks_stay_and_fire_once_per_call(name: str) -> None:
+    model, ids, calls = make(name), tokens(), []
+    for where, module in model.named_modules():
+        if module is model.get_decoder() or type(module).__name__.endswith("Attention"):
+            for kind in ("forward_pre", "forward"):
+                register = getattr(module, f"register_{kind}_hook")
+                register(lambda *_, call=(where, kind): calls.append(call))
+    logits(model, ids)
+    before = calls.copy()
+    assert len(before) == 6
+    calls.clear()
+    logits(patch(model), ids)
+    assert calls == before
+
+
+def test_adapters_of_the_projections_act_as_in_the_original(name: str) -> None:
+    model, ids = make(name), tokens()
+    assert add_adapters(model, lambda where: ".attn." in f".{where}" or "attention." in where) == 4
+    plain, outs = copy.deepcopy(model), []
+    patch(model)
+    for enabled in (True, False):
+        switch(model, enabled)
+        switch(plain, enabled)
+        outs.append(logits(plain, ids))
+        assert_parity(logits(model, ids), outs[-1], true_logits(plain, ids))
+    assert (outs[0] - outs[1]).abs().max() > 0.1
+
+
 def test_copies_and_pickles_compute_the_same(name: str) -> None:
     model, ids, mask = patch(make(name)), tokens(), padding()
     expected = logits(model, ids, attention_mask=mask)
@@ -433,6 +499,28 @@ def test_slopes_are_those_of_the_model(name: str) -> None:
     expected["gpt2"] = expected["bloom"]
     expected["falcon"] = [slope / math.sqrt(8) for slope in expected["bloom"]]
     torch.testing.assert_close(term.slopes, torch.tensor(expected[name]))
+
+
+@pytest.mark.parametrize(
+    "renew", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)).double().float()]
+)
+def test_slopes_that_are_changed_by_hand_are_noticed(renew: Callable[[Any], Any]) -> None:
+    """As one does to read beyond the trained length."""
+    model, ids = patch(make("gpt2")), tokens()
+    expected = logits(model, ids)
+    model = renew(model)
+    assert torch.equal(logits(model, ids), expected)
+    model.get_decoder().slopes.mul_(0.5)
+    for each in (model, copy.deepcopy(model)):
+        with pytest.raises(StaleTermsError, match="AlibiGPT2Model makes its bias from has changed"):
+            logits(each, ids)
+    with patched(model, backend="eager"):
+        logits(model, ids)
+    with pytest.raises(StaleTermsError):
+        logits(model, ids)
+    plain = copy.deepcopy(model)
+    unpatch_model(plain)
+    assert_parity(logits(patch(model), ids), logits(plain, ids), true_logits(plain, ids))
 
 
 def test_falcon_with_rotary_positions_is_left_alone() -> None:
