@@ -20,7 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from . import __version__
 from .checkpoint.attach import attach_terms
 from .checkpoint.kept_terms import split_terms
-from .checkpoint.read import read_weights
+from .checkpoint.read import read_file_tensors
 from .patching import patch_model
 from .plan import FORMAT_VERSION, Plan
 
@@ -83,7 +83,7 @@ class FlashBiasQuantizer(HfQuantizer):
     def _terms(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         for file in self._files:  # the terms of one site can lie in several shards
-            tensors |= read_weights(file)
+            tensors |= read_file_tensors(file)
         return split_terms(tensors)[1]
 
     def is_serializable(self) -> bool:

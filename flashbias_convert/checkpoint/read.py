@@ -97,13 +97,13 @@ def read_metadata(path: str | Path) -> dict[str, str]:
         raise damaged(first, error) from error
 
 
-def read_weights(file: Path) -> dict[str, Tensor]:
-    """The tensors of one file, a shard too, under the names that they have in it.
+def read_file_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of one file of weights, such as a shard, under their names in it.
 
     Raises:
         CheckpointError: damaged or unsafe.
     """
-    return _read_file(file)[0]
+    return _read_file(path)[0]
 
 
 _Parts = tuple[dict[str, Tensor], dict[str, str], dict[str, Any], list[str]]
