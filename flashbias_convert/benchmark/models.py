@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,8 @@ from .sites import OTHER_FUNCTION, Step
 
 ORIGINAL = "original, eager"
 ORIGINAL_COMPILED = "original, compiled"
+#: measured a second time, at the end: it tells how far other ratios can be trusted
+ORIGINAL_AGAIN = "original, eager, again"
 CONVERTED = "converted, eager"
 CONVERTED_COMPILED = "converted, compiled"
 _FLEX_ON_CPU = "on the CPU it is measured per site only: compiling it takes too long"
@@ -78,10 +80,25 @@ def _contenders(models: Models, timing: Timing) -> list[_Contender]:
         _Contender(CONVERTED, after),
         _Contender(CONVERTED_COMPILED, after, True, refusal=off),
         _Contender(NO_BIAS, after, attend=stand_ins.no_bias, has_bias=False),
+        _Contender(ORIGINAL_AGAIN, before, of_converted=False),
     ]
 
 
-ROWS = 7
+ROWS = 8
+#: how many times as long the original may take at one end of the rows as at the other
+_STEADY = 1.2
+
+
+def unsteady(rows: Sequence[Row]) -> tuple[str, ...]:
+    """A note, where the machine was not equally fast from the first row to the last."""
+    times = {row.name: row.median_ms for row in rows}
+    first, last = times.get(ORIGINAL), times.get(ORIGINAL_AGAIN)
+    if first is None or last is None or max(first, last) <= _STEADY * min(first, last):
+        return ()
+    return (
+        f"the machine was not equally fast all the time: the original took {first:.4g} ms at first "
+        f"and {last:.4g} ms at the end, so ratios of these rows mean little",
+    )
 
 
 def model_rows(

@@ -21,7 +21,7 @@ from ..verification.models import converted_sites, is_exact
 from ..verification.placing import device_of, dtype_name, dtype_of, placed, wider
 from .break_even import MOST_KINDS, break_even, kinds_of_sites, lengths
 from .calls import CallGroup, call_groups
-from .models import ROWS, Models, model_rows
+from .models import ROWS, Models, model_rows, unsteady
 from .result import BenchmarkReport, BreakEven, Case, SiteGroup
 from .rows import Timing
 from .sites import site_group
@@ -152,7 +152,8 @@ class _Run:
         self._step.expect(len(groups) * _ROWS_OF_A_SITE)
         measured: list[SiteGroup] = [site_group(g, self._timing, self._step) for g in groups]
         self._groups += [replace(g, call=g.call.of_sizes_alone(), kwargs={}) for g in groups]
-        return Case(_described(batch), batch.size, rows, tuple(measured), _silent(silent))
+        notes = (*unsteady(rows), *_silent(silent))
+        return Case(_described(batch), batch.size, rows, tuple(measured), notes)
 
     def break_even(self) -> tuple[BreakEven, ...]:
         if not self._most:

@@ -37,13 +37,14 @@ def benchmark_lines(report: BenchmarkReport, width: int) -> list[RenderableType]
     """
     lines: list[RenderableType] = [_header(report), _LEGEND]
     lines += [f"note: {note}" for note in report.notes]
+    told: set[str] = set()
     for case in report.cases:
         lines += ["", f"whole model, {case.inputs}", _models(case, report, width)]
-        lines += _reasons(case.rows)
+        lines += _reasons(case.rows, told)
         lines += [f"note: {note}" for note in case.notes]
         for group in case.sites:
             lines += ["", _site_title(group), _sites(group.rows, report, width)]
-            lines += _reasons(group.rows)
+            lines += _reasons(group.rows, told)
     if report.break_even:
         lines += ["", _break_even_title(report)]
         lines += [line for one in report.break_even for line in _break_even(one)]
@@ -124,12 +125,16 @@ def _result(row: Row) -> str:
     return f"WRONG: {row.verdict}" if row.status == "wrong" else row.status
 
 
-def _reasons(rows: Sequence[Row]) -> list[str]:
-    """Why rows are wrong, failed or missing; those with the same reason together."""
+def _reasons(rows: Sequence[Row], told: set[str]) -> list[str]:
+    """Why rows are wrong, failed or missing; those with the same reason together.
+
+    Why rows are not measured is told once in a report.
+    """
     found: dict[str, list[str]] = {}
     for row in rows:
-        if row.reason:
+        if row.reason and not (row.status == "not measured" and row.reason in told):
             found.setdefault(f"{row.status}: {row.reason}", []).append(row.name)
+    told |= {row.reason for row in rows}
     return [f"  {'; '.join(names)}: {reason}" for reason, names in found.items()]
 
 

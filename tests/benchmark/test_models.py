@@ -17,10 +17,14 @@ from flashbias_convert.benchmark.models import (
     CONVERTED,
     CONVERTED_COMPILED,
     ORIGINAL,
+    ORIGINAL_AGAIN,
     ORIGINAL_COMPILED,
+    unsteady,
 )
 from flashbias_convert.benchmark.peers import FLEX, NO_BIAS, OURS, SDPA, SDPA_COMPILED
+from flashbias_convert.benchmark.result import Row
 from flashbias_convert.benchmark.run import CPU_NOTE
+from flashbias_convert.benchmark.timing import Times
 from flashbias_convert.errors import FlashBiasError, StaleTermsError, UsageError
 from flashbias_convert.models.alibi_gpt2 import AlibiGPT2Config, AlibiGPT2LMHeadModel
 from flashbias_convert.modules import ScoreBiasModule
@@ -54,7 +58,8 @@ def test_windows_with_masks_are_measured_model_by_model_and_site_by_site() -> No
     assert case.inputs == "batch 2: input (2, 3, 32, 32)" and case.size == 2
     rows = by_name(report)
     assert list(rows) == [
-        ORIGINAL, ORIGINAL_COMPILED, SDPA, FLEX, CONVERTED, CONVERTED_COMPILED, NO_BIAS
+        ORIGINAL, ORIGINAL_COMPILED, SDPA, FLEX, CONVERTED, CONVERTED_COMPILED, NO_BIAS,
+        ORIGINAL_AGAIN,
     ]  # fmt: skip
     verdicts = {name: row.verdict for name, row in rows.items() if row.status == "measured"}
     assert verdicts == {
@@ -62,6 +67,7 @@ def test_windows_with_masks_are_measured_model_by_model_and_site_by_site() -> No
         SDPA: "approximate",
         CONVERTED: "approximate",
         NO_BIAS: "another function, not compared",
+        ORIGINAL_AGAIN: "within rounding",
     }
     # a truncated bias moves the outputs, and the peer with the same terms moves them alike
     assert rows[CONVERTED].difference_max > 100 * rows[ORIGINAL].difference_max
@@ -93,7 +99,7 @@ def test_a_report_is_plain_json_and_a_table() -> None:
     assert data["cases"][0]["rows"][0]["name"] == ORIGINAL
     assert data["break_even"][0]["points"][0]["n"] == 16
     rows = flat_rows(report)
-    assert [row["part"] for row in rows] == ["model"] * 7 + ["site"] * 4 + ["break-even"] * 4
+    assert [row["part"] for row in rows] == ["model"] * 8 + ["site"] * 4 + ["break-even"] * 4
     assert all(set(row) == set(COLUMNS) for row in rows)
     assert rows[0]["median_ms"] == report.cases[0].rows[0].median_ms
     (group,) = report.cases[0].sites
@@ -194,6 +200,20 @@ def test_where_the_original_has_no_room_the_converted_model_is_still_measured(
     assert (rows[ORIGINAL].status, rows[ORIGINAL].reason) == ("failed", "out of memory")
     assert rows[CONVERTED].status == "measured" and rows[CONVERTED].ratios == {}
     assert rows[CONVERTED].verdict.startswith("not compared: out of memory")
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "noted"),
+    [(10.0, 11.0, False), (10.0, 30.0, True), (30.0, 10.0, True), (10.0, None, False)],
+)
+def test_a_machine_that_is_busy_for_a_while_is_noted(
+    first: float, last: float | None, noted: bool
+) -> None:
+    rows = [
+        Row(name, "failed" if ms is None else "measured", times=Times.of([ms or 1.0]))
+        for name, ms in ((ORIGINAL, first), (ORIGINAL_AGAIN, last))
+    ]
+    assert bool(unsteady(rows)) is noted
 
 
 def test_inputs_that_do_not_fit_are_an_error() -> None:
