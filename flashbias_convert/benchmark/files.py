@@ -156,7 +156,7 @@ def original_beside(path: Path, converted: Checkpoint) -> Path | None:
     """The checkpoint that a converted file or folder says it was made from, if it is there."""
     remembered = converted.metadata.get(SOURCE_KEY)
     files = () if remembered is None else Origin.from_json(remembered).files
-    path = path.resolve()
+    path = path.resolve() if path.name in ("", "..") else path
     names = [path.name.removesuffix(".flashbias")] if path.is_dir() else []
     names += [Path(files[0]).name] if len(files) == 1 else []
     near = [path.with_name(name) for name in names]

@@ -29,7 +29,9 @@ from .sites import site_group
 #: called with (steps done, steps in all as far as is known, name of the present one)
 Progress = Callable[[int, int, str], None]
 #: default largest length of a break-even, on a card and elsewhere
-MAX_TOKENS = {"cuda": 8192, "cpu": 512}
+MAX_TOKENS = {"cuda": 8192, "cpu": 256}
+#: default number of timed calls per row
+REPEATS = {"cuda": 20, "cpu": 5}
 _ROWS_OF_A_SITE = 5
 _SWITCHED_OFF = "it has to be compiled, and compiling was switched off"
 _SLOW_ON_CPU = "on the CPU nothing is compiled for every length: it takes too long"
@@ -48,7 +50,7 @@ def benchmark_model(
     plan: Plan | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    repeats: int = 20,
+    repeats: int | None = None,
     compile: bool = True,
     max_tokens: int | None = None,
     notes: tuple[str, ...] = (),
@@ -70,11 +72,11 @@ def benchmark_model(
             counts as truncated.
         dtype: float32, float16 or bfloat16; default that of the original.
         device: where to measure; default that of the original.
-        repeats: timed calls per row.
+        repeats: timed calls per row; default 20 on CUDA, 5 elsewhere.
         compile: whether to measure compiled models and FlexAttention, too.
         max_tokens: largest length at which the attention is measured to find where it breaks even
             with a dense bias, by powers of two from 16 on; 0 leaves that out. Default 8192 on
-            CUDA, 512 elsewhere.
+            CUDA, 256 elsewhere.
         notes: go into the result.
         progress: see `Progress`.
 
@@ -84,7 +86,7 @@ def benchmark_model(
         StaleTermsError: weights have changed since the conversion.
     """
     started = time.perf_counter()
-    if repeats < 1:
+    if repeats is not None and repeats < 1:
         raise UsageError(f"repeats must be at least 1, got {repeats}")
     if max_tokens is not None and max_tokens < 0:
         raise UsageError(f"max_tokens must be at least 0, got {max_tokens}")
@@ -102,7 +104,8 @@ def benchmark_model(
     batches = list(given.batches)
     if not batches:
         raise UsageError("there are no inputs to measure with")
-    most = max_tokens if max_tokens is not None else MAX_TOKENS.get(place.type, 512)
+    most = max_tokens if max_tokens is not None else _default(MAX_TOKENS, place)
+    repeats = repeats if repeats is not None else _default(REPEATS, place)
     timing = Timing(place, repeats, "" if compile else _SWITCHED_OFF)
     run = _Run(models, timing, most, _Steps(progress, len(batches) * ROWS))
     with torch.autocast(place.type, enabled=False):
@@ -190,6 +193,10 @@ def _described(batch: Batch) -> str:
         if isinstance(value, torch.Tensor)
     ]
     return f"batch {batch.size}: {', '.join(shapes)}"
+
+
+def _default(known: dict[str, int], device: torch.device) -> int:
+    return known.get(device.type, known["cpu"])
 
 
 def _with_index(device: torch.device) -> torch.device:

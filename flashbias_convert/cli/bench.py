@@ -80,7 +80,14 @@ DeviceOpt = Annotated[
         show_default="a card, if there is one",
     ),
 ]
-RepeatsOpt = Annotated[int, typer.Option(help="Timed calls per row.", rich_help_panel=_PANEL)]
+RepeatsOpt = Annotated[
+    int | None,
+    typer.Option(
+        help="Timed calls per row.",
+        rich_help_panel=_PANEL,
+        show_default="20 on a card, 5 on the CPU",
+    ),
+]
 CompileOpt = Annotated[
     bool,
     typer.Option(
@@ -95,7 +102,7 @@ MaxTokensOpt = Annotated[
         help="Largest length at which attention is measured to find the break-even; 0 leaves it "
         "out.",
         rich_help_panel=_PANEL,
-        show_default="8192 on a card, 512 on the CPU",
+        show_default="8192 on a card, 256 on the CPU",
     ),
 ]
 CsvOpt = Annotated[
@@ -122,7 +129,7 @@ def bench(
     seed: SeedOpt = 0,
     dtype: DtypeOpt = None,
     device: DeviceOpt = None,
-    repeats: RepeatsOpt = 20,
+    repeats: RepeatsOpt = None,
     compile: CompileOpt = True,
     max_tokens: MaxTokensOpt = None,
     energy: EnergyOpt = 0.99,

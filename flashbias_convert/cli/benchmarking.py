@@ -29,7 +29,7 @@ class Benching:
     seed: int
     dtype: str | None
     device: str | None
-    repeats: int
+    repeats: int | None
     compile: bool
     max_tokens: int | None
     options: DecomposeOptions
@@ -43,7 +43,7 @@ class Benching:
         """Raise UsageError for values that make no sense; imports nothing heavy."""
         numbers = [("batch", self.batch), ("repeats", self.repeats)]
         for option, value in (*numbers, *(("tokens", n) for n in self.tokens)):
-            if value < 1:
+            if value is not None and value < 1:
                 raise UsageError(f"{option} must be at least 1, got {value}")
         if self.max_tokens is not None and self.max_tokens < 0:
             raise UsageError(f"--max-tokens must be at least 0, got {self.max_tokens}")
