@@ -83,7 +83,7 @@ def break_even(
         rank=call.rank,
         causal=call.args.causal,
         cosine=call.args.cosine,
-        fixed_n=call.q.shape[-2] if fixed_n(call.bias) else None,
+        fixed_n=call.q.shape[-2] if fixed_n(alike[0].terms.bias) else None,
         points=tuple(points),
         n=from_n,
         text=text,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import flashbias_attention
+from ..attention.eager import visible_keys
 from ..inputs import Batch
 from ..verification.difference import Accumulator, Difference
 from ..verification.outputs import tensors_of
@@ -148,12 +149,15 @@ class AttentionReference:
         heads: which heads that is.
         truth: in float64.
         plain: the formula in the dtype of the call.
+        nothing: boolean, True for queries that have no key to attend to, such as padding: what
+            they get is nobody's business, and ways to compute it differ. None if there are none.
     """
 
     call: AttentionCall
     heads: list[int]
     truth: Tensor
     plain: Tensor
+    nothing: Tensor | None = None
 
     @classmethod
     def of(cls, call: AttentionCall) -> AttentionReference:
@@ -177,7 +181,9 @@ class AttentionReference:
             cosine=args.cosine,
             backend="eager",
         )
-        return cls(part, heads, truth, plain_attention(part))
+        visible = visible_keys(part.q, part.k, args)
+        nothing = None if visible is None else ~visible.any(-1, keepdim=True)
+        return cls(part, heads, truth, plain_attention(part), nothing)
 
     def judge(self, out: Tensor) -> Judgement:
         """Compare what a row returned for the whole call, (*batch, H, N, Dv)."""
@@ -186,7 +192,7 @@ class AttentionReference:
         if part.shape != self.truth.shape:
             return Judgement(False, "not comparable", f"it returns shape {tuple(out.shape)}")
         collected = Accumulator(self.call.q.dtype)
-        collected.add(self.plain, part, self.truth)
+        collected.add(*(self._seen(x) for x in (self.plain, part, self.truth)))
         found = collected.result()
         if found.not_finite:
             what = found.not_finite.replace("the converted model", "this row")
@@ -195,3 +201,6 @@ class AttentionReference:
         if not found.within_rounding:
             return Judgement(False, "exceeds rounding", _exceeds(found), *numbers)
         return Judgement(True, "within rounding", "", *numbers)
+
+    def _seen(self, x: Tensor) -> Tensor:
+        return x if self.nothing is None else x.masked_fill(self.nothing, 0.0)

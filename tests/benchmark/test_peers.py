@@ -17,7 +17,7 @@ from flashbias_convert.benchmark.sites import site_rows
 from flashbias_convert.terms import ScoreBias
 from tests.support import assert_parity
 
-from .calls import CALLS, draw, low_rank, make_call
+from .calls import CALLS, alibi, draw, low_rank, make_call
 
 
 class NotCompiled(peers.Flex):
@@ -95,6 +95,19 @@ def test_a_small_fault_of_any_head_is_seen(name: str, dtype: torch.dtype) -> Non
     spoilt[0].flatten()[0] = float("nan")
     assert reference.judge(spoilt).verdict == "not finite"
     assert reference.judge(out[..., :-1, :]).verdict == "not comparable"
+
+
+def test_queries_that_see_nothing_are_not_compared() -> None:
+    real = torch.arange(21).expand(2, 21) >= torch.tensor([[0], [6]])
+    call = make_call(alibi(), causal=True, key_mask=real)
+    reference = AttentionReference.of(call)
+    out = sdpa(call)
+    assert reference.judge(out).passed
+    padding, seen = out.clone(), out.clone()
+    padding[1, :, :6] = float("nan")
+    assert reference.judge(padding).passed
+    seen[1, :, 6] += 0.1
+    assert not reference.judge(seen).passed
 
 
 def test_a_reference_looks_at_the_heads_that_memory_allows(monkeypatch: Any) -> None:
