@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from flashbias_convert import BenchmarkReport, benchmark_model, patch_model
+from flashbias_convert.benchmark import stand_ins
+from flashbias_convert.benchmark.calls import attending
 from flashbias_convert.benchmark.flat import COLUMNS, flat_rows
 from flashbias_convert.benchmark.models import (
     CONVERTED,
@@ -30,6 +32,7 @@ from flashbias_convert.models.alibi_gpt2 import AlibiGPT2Config, AlibiGPT2LMHead
 from flashbias_convert.modules import ScoreBiasModule
 from flashbias_convert.plan import Plan
 from tests.checkpoint.models import images, tiny_model
+from tests.support import assert_parity
 from tests.toy import TOY, ToyModel, make_input, make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -152,6 +155,18 @@ def test_compiled_rows_run_what_torch_compile_returns(monkeypatch: pytest.Monkey
     assert rows[FLEX].status == "not measured" and "per site only" in rows[FLEX].reason
     flex = next(row for row in report.cases[0].sites[0].rows if row.name == FLEX)
     assert (flex.status, flex.verdict) == ("measured", "within rounding")
+
+
+@torch.no_grad()
+def test_flex_attention_stands_in_for_every_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    original, converted, _ = pair(method="exact")
+    x = make_input()
+    with attending(converted, stand_ins.dense_flex()), stand_ins.complaining():
+        outputs = [converted(x), converted(x)]
+    truth = copy.deepcopy(original).double()(x.double())
+    for out in outputs:
+        assert_parity(out, original(x), truth)
 
 
 # -- what goes wrong -----------------------------------------------------------------------
