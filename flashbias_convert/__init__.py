@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .attention import PreparedBias, flashbias_attention
+    from .benchmark import BenchmarkReport, benchmark_model
     from .checkpoint import load_model, save_model
     from .errors import (
         CheckpointError,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "attention": ("PreparedBias", "flashbias_attention"),
+    "benchmark": ("BenchmarkReport", "benchmark_model"),
     "checkpoint": ("load_model", "save_model"),
     "errors": (
         "CheckpointError",
@@ -88,6 +90,7 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = [
     "Alibi",
     "Axial",
+    "BenchmarkReport",
     "CheckpointError",
     "DecomposeOptions",
     "DecompositionError",
@@ -119,6 +122,7 @@ __all__ = [
     "VerificationError",
     "__version__",
     "apply_plan",
+    "benchmark_model",
     "flashbias_attention",
     "inspect_model",
     "load_model",

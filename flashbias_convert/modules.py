@@ -216,6 +216,18 @@ class ScoreBiasModule(nn.Module):
         Returns:
             Tensor of shape (*batch, H, N, Dv).
         """
+        prepared, bound = self.of_call(built, extra, without)
+        return flashbias_attention(
+            q, k, v, prepared, score_bound=bound, backend=self.backend, **kwargs
+        )
+
+    def of_call(
+        self,
+        built: Mapping[str, dict[str, Any]] | None = None,
+        extra: Sequence[Term] = (),
+        without: tuple[str, ...] = (),
+    ) -> tuple[PreparedBias, float | None]:
+        """The terms of one call, see `forward`, and what no score exceeds, if that is known."""
         for name, inputs in (built or {}).items():
             builder = self.builders[name]
             extra, without = (*extra, builder.make(**inputs)), without + builder.replaces
@@ -224,9 +236,7 @@ class ScoreBiasModule(nn.Module):
         bound = self.score_bound if all(isinstance(term, Regions) for term in extra) else None
         if extra:
             prepared = self._joined(prepared, tuple(extra))
-        return flashbias_attention(
-            q, k, v, prepared, score_bound=bound, backend=self.backend, **kwargs
-        )
+        return prepared, bound
 
     def _joined(self, own: PreparedBias, extra: tuple[Term, ...]) -> PreparedBias:
         """Own terms and those of a call; kept while masks stay the same objects."""

@@ -25,7 +25,7 @@ LAYERS = [
     {"inspection", "patching", "checkpoint"},
     {"inputs", "views", "huggingface"},
     {"verification", "plotting", "report"},
-    {"calibration"},
+    {"calibration", "benchmark"},
     {"cli"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}

@@ -29,7 +29,7 @@ def sdpa_attention(
     if q.numel() == 0:  # torch's fused kernels refuse some empty shapes
         return q.new_empty((*q.shape[:-1], v.shape[-1]))
     groups = q.shape[-3] // k.shape[-3]
-    query, key, scale = _scaled(q, k, args)
+    query, key, scale = scaled(q, k, args)
     key, value = _repeat(key, groups), _repeat(v, groups)
     thin, rest = _split_terms(bias, q)
     for term in thin:
@@ -39,13 +39,13 @@ def sdpa_attention(
     plain = rest is None and args.key_mask is None
     is_causal = plain and args.causal and _is_zero(args.query_start)
     visible = None if is_causal else visible_keys(q, k, args)
-    mask, nothing = _mask(q, k, rest, visible, args)
+    mask, nothing = additive_mask(q, k, rest, visible, args)
     out = _fused(query, key, value, mask, is_causal, scale)
     # backends differ on rows in which every key is masked; the promise is zeros
     return out if nothing is None else out.masked_fill(nothing, 0.0)
 
 
-def _scaled(q: Tensor, k: Tensor, args: AttentionArguments) -> tuple[Tensor, Tensor, float]:
+def scaled(q: Tensor, k: Tensor, args: AttentionArguments) -> tuple[Tensor, Tensor, float]:
     """q and k, and the scale that is left to torch's kernels, which take positive ones only.
 
     In half precision a scale is better applied to fp32 products than to q; in fp32 it is better
@@ -128,7 +128,7 @@ def _expand(phi: Tensor, like: Tensor, term: Term, heads: int) -> Tensor:
     return phi.expand(*like.shape[:-1], phi.shape[-1])
 
 
-def _mask(
+def additive_mask(
     q: Tensor,
     k: Tensor,
     rest: ScoreBias | None,

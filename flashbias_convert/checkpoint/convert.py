@@ -120,7 +120,7 @@ def convert_checkpoint(
         "exclude": tuple(exclude),
         "recipes": tuple(recipes),
         "progress": progress,
-        **_keywords(options or DecomposeOptions()),
+        **keywords(options or DecomposeOptions()),
     }
     if planner is None:
         plan = _plan(opened, choices, dry_run)
@@ -165,7 +165,8 @@ def require_patched(plan: Plan) -> None:
     )
 
 
-def _keywords(options: DecomposeOptions) -> dict[str, Any]:
+def keywords(options: DecomposeOptions) -> dict[str, Any]:
+    """Keyword arguments of `inspect_model`."""
     values = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
     # of the schema, and of a calibration, which needs inputs and not these
     del values["version"], values["max_output_error"]

@@ -14,6 +14,7 @@ import typer
 
 from .. import __version__
 from ..errors import FlashBiasError
+from .bench import bench
 from .completion import insert_default_command, is_completing
 from .convert import convert
 from .env import env
@@ -30,6 +31,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "convert": convert,
     "inspect": inspect,
     "verify": verify,
+    "bench": bench,
     "restore": restore,
     "show": show,
     "recipes": recipes,

@@ -81,12 +81,21 @@ def write_report(report: Path | None, data: Callable[[], Mapping[str, Any]], for
     """
     if report is None:
         return
+    text = json.dumps(data(), indent=2) + "\n"
+    write_file(report, lambda path: path.write_text(text, encoding="utf-8"), force)
+
+
+def write_file(path: Path, write: Callable[[Path], object], force: bool) -> None:
+    """Let `write` write a file, complete or not at all.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
     from ..checkpoint.staging import Staging
 
     try:
         with Staging(force) as staging:
-            temporary = staging.add(report.resolve())
-            temporary.write_text(json.dumps(data(), indent=2) + "\n", encoding="utf-8")
+            write(staging.add(path.resolve()))
             staging.commit()
     except OSError as error:
-        raise UsageError(f"the report {report} cannot be written: {error.strerror}") from error
+        raise UsageError(f"the report {path} cannot be written: {error.strerror}") from error

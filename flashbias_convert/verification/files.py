@@ -61,7 +61,7 @@ def verify_files(
         UsageError: see `read_inputs` and `verify_model`.
     """
     plan = read_plan(converted)
-    opened = open_model(original, arch=_architecture(plan, arch, arch_args, converted))
+    opened = open_model(original, arch=planned_architecture(plan, arch, arch_args, converted))
     # the maker's function must be passed again, everything else is in the plan
     again = opened.architecture if opened.architecture.factory is not None else None
     model = load_model(converted, arch=again, recipes=tuple(recipes))
@@ -84,7 +84,7 @@ def verify_files(
     return dataclasses.replace(result, reasons=(*wrong, *result.reasons))
 
 
-def _architecture(
+def planned_architecture(
     plan: Plan, arch: ArchLike | None, args: Mapping[str, Any] | None, path: str | Path
 ) -> Architecture | None:
     """What the caller says, else what the plan says; None leaves it to the original."""

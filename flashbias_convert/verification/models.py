@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,15 +14,10 @@ from ..inputs import as_inputs
 from ..inspection import refuse_wrapped
 from ..patched_attention import PatchedAttention
 from ..plan import Plan
+from .placing import device_of, dtype_name, dtype_of, placed, wider
 from .result import Comparison, Mode, Verification
 from .run import Run
 
-#: what the original's rounding is measured against
-WIDER = {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.float32: torch.float64,
-}
 Progress = Callable[[int], None]
 
 
@@ -72,17 +66,17 @@ def verify_model(
     """
     started = time.perf_counter()
     _check_limits(max_difference, min_agreement)
-    sites = _sites(original, converted)
-    dtype = dtype or _dtype_of(original)
-    wider = _wider(dtype)
+    sites = converted_sites(original, converted)
+    dtype = dtype or dtype_of(original)
+    wide = wider(dtype)
     given = as_inputs(inputs, labels)
-    place = torch.device(device) if device is not None else _device_of(original)
+    place = torch.device(device) if device is not None else device_of(original)
     run = Run(
-        _like(original, place, dtype),
-        _like(original, place, wider),
-        _like(converted, place, dtype),
+        placed(original, place, dtype),
+        placed(original, place, wide),
+        placed(converted, place, dtype),
         list(sites),
-        (dtype, wider),
+        (dtype, wide),
         given.task,
     )
     for batch in given.batches:
@@ -91,7 +85,7 @@ def verify_model(
             progress(run.samples)
     if not run.samples:
         raise UsageError("there are no inputs to compare with")
-    exact = {name: _is_exact(name, module, plan) for name, module in sites.items()}
+    exact = {name: is_exact(name, module, plan) for name, module in sites.items()}
     mode: Mode = "exact" if all(exact.values()) else "approximate"
     outputs, compared = run.compared_outputs(mode), run.compared_sites(exact)
     agreement = run.agreement.share()
@@ -109,8 +103,8 @@ def verify_model(
         min_agreement=min_agreement,
         samples=run.samples,
         inputs=given.source,
-        dtype=_name(dtype),
-        wide_dtype=_name(wider),
+        dtype=dtype_name(dtype),
+        wide_dtype=dtype_name(wide),
         device=str(place),
         notes=(*notes, *given.notes, *run.notes),
         seconds=time.perf_counter() - started,
@@ -127,7 +121,7 @@ def _check_limits(max_difference: float | None, min_agreement: float | None) -> 
         raise UsageError(f"the smallest agreement must be in [0, 1], got {min_agreement}")
 
 
-def _sites(original: nn.Module, converted: nn.Module) -> dict[str, PatchedAttention]:
+def converted_sites(original: nn.Module, converted: nn.Module) -> dict[str, PatchedAttention]:
     """Name -> patched module of the converted model."""
     for what, model in (("original", original), ("converted model", converted)):
         refuse_wrapped(model)
@@ -149,41 +143,11 @@ def _sites(original: nn.Module, converted: nn.Module) -> dict[str, PatchedAttent
     return sites
 
 
-def _is_exact(name: str, module: PatchedAttention, plan: Plan | None) -> bool:
+def is_exact(name: str, module: PatchedAttention, plan: Plan | None) -> bool:
     site = next((s for s in plan.sites if s.name == name), None) if plan is not None else None
     if site is not None:
         return site.is_exact()
     return all(term.kind != "low_rank" for term in module.score_bias.bias.terms)
-
-
-def _dtype_of(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
-def _wider(dtype: torch.dtype) -> torch.dtype:
-    if dtype not in WIDER:
-        raise UsageError(
-            f"{_name(dtype)} has no wider dtype that could tell rounding from errors",
-            f"compare in {', '.join(map(_name, WIDER))}",
-        )
-    return WIDER[dtype]
-
-
-def _like(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The model itself if it is there and of that dtype already, else a copy."""
-    tensors = [*model.parameters(), *model.buffers()]
-    floats = [p for p in model.parameters() if p.is_floating_point()]
-    if all(t.device == device for t in tensors) and all(p.dtype == dtype for p in floats):
-        return model
-    return copy.deepcopy(model).to(device=device, dtype=dtype)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # -- why it fails ----------------------------------------------------------------------------
