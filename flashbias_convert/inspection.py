@@ -161,7 +161,8 @@ def _nothing_found(model: nn.Module, registry: Registry) -> NothingToConvertErro
     near = {c for k in known for c in difflib.get_close_matches(k.rpartition(".")[2], short)}
     similar = [short[c] for c in short if c in near]
     attention = [cls for c, cls in short.items() if re.search("attention|attn", c, re.IGNORECASE)]
-    hints = [f"classes with a recipe: {_listed(known, len(known))}"]
+    labels = registry.labels()
+    hints = [f"there are recipes called {_listed(labels, len(labels))}"]
     if similar:
         hints.append(f"nearest classes in this model: {_listed(similar)}")
     if attention:

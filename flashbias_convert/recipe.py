@@ -191,6 +191,11 @@ class Registry:
         """Qualified names of all classes that have a recipe; imports nothing."""
         return sorted({*self._explicit, *self._installed})
 
+    def labels(self) -> list[str]:
+        """Short names of all recipes; imports nothing: those of installed ones are their files'."""
+        installed = (p.value.partition(":")[0].rpartition(".")[2] for p in self._installed.values())
+        return sorted({*(recipe.name for recipe in self._explicit.values()), *installed})
+
     def _load(self, class_name: str) -> Recipe | None:
         if class_name not in self._installed:
             return None

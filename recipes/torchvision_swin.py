@@ -118,7 +118,7 @@ recipe = Recipe(
         f"{_MODULE}.video.swin_transformer.ShiftedWindowAttention3d",
     ),
     library="torchvision",
-    tested=">=0.20,<0.30",
+    tested=">=0.29,<0.30",
     attention=ShiftedWindowAttention,
     describe=describe,
 )
