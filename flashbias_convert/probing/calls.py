@@ -1,0 +1,236 @@
+"""One attention call in one layout: (batch, H, N, M), whatever the model's own is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .scores import Scores, lean
+from .watching import FusedCall
+
+#: names under which modules keep their number of heads
+_HEADS = ("num_heads", "n_heads", "num_attention_heads", "head_number", "n_head", "nhead", "heads")
+#: more numbers of a bias than this are not kept, if its batch can be shortened: 512 MiB of fp32
+KEPT_NUMBERS = 2**27
+#: rounding errors that a few additions and products of scores may add up to, in units of eps
+ROUNDINGS = 16.0
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """What one call added to its scores.
+
+    Attributes:
+        seen: "sdpa" or "softmax".
+        batch, heads, n, m, head_dim: B, H, N, M, D of the call; B counts windows, too.
+        scale: one number, or one per head.
+        cosine: whether all rows of q and k have one length.
+        addends: shapes that broadcast to (B, H, N, M): 1 where they only repeat themselves.
+        hidden: bool of such a shape, cells that a mask has overwritten; None if none has.
+        q, k: shapes (B, H, N, D) and (B, H, M, D); None where their order is not known.
+        unknown: operations between product and softmax that are no part of attention with a bias.
+        causal: SDPA was asked to be causal.
+        key_heads: fewer than `heads` for grouped queries.
+    """
+
+    seen: str
+    batch: int
+    heads: int
+    n: int
+    m: int
+    head_dim: int
+    scale: float | tuple[float, ...]
+    addends: tuple[Tensor, ...]
+    hidden: Tensor | None = None
+    cosine: bool = False
+    q: Tensor | None = None
+    k: Tensor | None = None
+    unknown: tuple[str, ...] = ()
+    causal: bool = False
+    key_heads: int = 0
+
+    def shortened(self) -> AttentionCall:
+        """With the first entries of the batch only, if it is too large to keep."""
+        largest = max((a.numel() for a in self.addends), default=0)
+        keep = max(1, self.batch * KEPT_NUMBERS // max(largest, 1))
+        if keep >= self.batch:
+            return self
+
+        def cut(tensor: Tensor | None) -> Tensor | None:
+            whole = tensor is None or tensor.shape[0] == 1
+            return tensor if whole else tensor[:keep].clone()  # type: ignore[index]
+
+        addends = tuple(a for a in map(cut, self.addends) if a is not None)
+        return replace(
+            self, batch=keep, addends=addends,
+            hidden=cut(self.hidden), q=cut(self.q), k=cut(self.k),
+        )  # fmt: skip
+
+
+class Layout:
+    """How the leading dimensions of scores become a batch and heads.
+
+    Args:
+        lead: the dimensions of scores before the last two.
+        module: may say how many heads it has.
+        samples: entries in the batch of the model's input; a guess where nobody says.
+    """
+
+    def __init__(self, lead: Sequence[int], module: nn.Module, samples: int) -> None:
+        self.lead = tuple(lead)
+        told = _told_heads(module)
+        self._split = 0  # of a single dimension that holds batch and heads
+        if not self.lead:
+            self.axis = None
+        elif told in self.lead:
+            self.axis = max(i for i, size in enumerate(self.lead) if size == told)
+        elif len(self.lead) == 1:
+            guess = told or (self.lead[0] // samples if self.lead[0] % samples == 0 else 1)
+            self._split = guess if self.lead[0] % guess == 0 else 1
+            self.axis = None
+        else:
+            self.axis = len(self.lead) - 1
+        self.heads = self._split or (1 if self.axis is None else self.lead[self.axis])
+        self.batch = math.prod(self.lead) // self.heads
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        """(*lead, X, Y), or what broadcasts to it, as (batch or 1, H or 1, X, Y)."""
+        missing = len(self.lead) + 2 - tensor.dim()
+        tensor = tensor.reshape(*(1,) * max(0, missing), *tensor.shape)
+        if self.axis is not None:
+            tensor = tensor.movedim(self.axis, -3)
+        elif not self.lead:
+            tensor = tensor[None, None]
+        elif tensor.shape[0] == 1:
+            tensor = tensor[:, None]
+        else:
+            tensor = tensor.unflatten(0, (-1, self._split))
+        outer = tensor.shape[:-3]
+        if all(size == 1 for size in outer):
+            return tensor.reshape(1, *tensor.shape[-3:])
+        # what repeats itself outermost stays one
+        first = next(i for i, size in enumerate(outer) if size > 1)
+        own = [s for i, s in enumerate(self.lead) if i != self.axis] if self.axis is not None else []
+        if own:
+            tensor = tensor.expand(*outer[:first], *own[first:], *tensor.shape[-3:])
+        return tensor.flatten(0, -4) if len(outer) > 1 else tensor
+
+
+def _told_heads(module: nn.Module) -> int | None:
+    for place in (module, getattr(module, "config", None)):
+        for name in _HEADS:
+            found: Any = getattr(place, name, None)
+            if isinstance(found, int) and not isinstance(found, bool) and found > 0:
+                return found
+    return None
+
+
+# -- from what was seen ----------------------------------------------------------------------
+
+
+def of_fused(call: FusedCall, module: nn.Module, samples: int) -> AttentionCall:
+    """A call of SDPA: its mask is all there is."""
+    layout = Layout(call.q.shape[:-2], module, samples)
+    n, m, d = call.q.shape[-2], call.k.shape[-2], call.q.shape[-1]
+    addends, hidden = [], None
+    if call.mask is not None and call.mask.dtype == torch.bool:
+        hidden = layout.bring(lean(~call.mask))
+    elif call.mask is not None:
+        addends = [_kept(layout.bring(lean(call.mask)))]
+    if call.causal:
+        later = torch.ones(n, m, dtype=torch.bool, device=call.q.device).triu(1)
+        hidden = later[None, None] if hidden is None else hidden | later
+    scale = d**-0.5 if call.scale is None else call.scale
+    k_lead = call.k.shape[:-2]
+    grouped = len(k_lead) > 0 and k_lead[-1] != call.q.shape[:-2][-1]
+    return AttentionCall(
+        "sdpa", layout.batch, layout.heads, n, m, d,
+        scale=scale * call.factor,
+        addends=tuple(addends),
+        hidden=hidden,
+        cosine=_is_cosine(call.q, call.k),
+        q=_kept(layout.bring(call.q)),
+        k=None if grouped else _kept(layout.bring(call.k)),
+        causal=call.causal,
+        key_heads=int(k_lead[-1]) if grouped else layout.heads,
+    )  # fmt: skip
+
+
+def of_scores(
+    scores: Scores, actual: Tensor, dim: int, module: nn.Module, samples: int
+) -> AttentionCall:
+    """A softmax over scores that were followed from their product."""
+    if dim % actual.dim() == actual.dim() - 2:
+        scores = scores.reshaped(lambda part: part.mT, permuted=True)
+        actual = actual.mT
+    scores = _complete(scores, actual)
+    layout = Layout(scores.shape[:-2], module, samples)
+    n, m = scores.shape[-2:]
+    source = scores.source
+    known = not scores.permuted and tuple(source.q.shape[-2:-1]) == (n,)
+    known = known and source.q.shape[:-2].numel() == math.prod(layout.lead)
+    q, k = (
+        (_kept(layout.bring(t.reshape(*layout.lead, *t.shape[-2:]))) for t in (source.q, source.k))
+        if known
+        else (None, None)
+    )
+    return AttentionCall(
+        "softmax", layout.batch, layout.heads, n, m, int(source.q.shape[-1]),
+        scale=_scale(layout.bring(lean(scores.scale)) * source.factor, layout.heads),
+        addends=tuple(_kept(layout.bring(lean(a))) for a in scores.addends),
+        hidden=None if scores.hidden is None else layout.bring(lean(scores.hidden)),
+        cosine=_is_cosine(source.q, source.k),
+        q=q,
+        k=k,
+        unknown=scores.unknown,
+        key_heads=layout.heads,
+    )  # fmt: skip
+
+
+def _complete(scores: Scores, actual: Tensor) -> Scores:
+    """Scores with whatever the followed operations do not explain as one more addend."""
+    terms = [lean(scores.scale).to(scores.product.dtype) * scores.product, *scores.addends]
+    shown = torch.stack([t.masked_fill(~t.isfinite(), 0).abs().amax() for t in terms]).max()
+    total = sum(terms[1:], terms[0])
+    wrong = actual - total
+    masked = (total <= _FAR) | (actual <= _FAR) | ~wrong.isfinite()
+    if scores.hidden is not None:
+        masked = masked | scores.hidden
+    wrong = wrong.masked_fill(masked, 0)
+    eps = torch.finfo(actual.dtype).eps
+    if bool(wrong.abs().max() <= ROUNDINGS * eps * shown):
+        return replace(scores, unknown=())
+    unknown = scores.unknown or ("an operation that was not seen",)
+    return replace(scores, addends=(*scores.addends, wrong), unknown=unknown)
+
+
+_FAR = -1e4
+
+
+def _scale(scale: Tensor, heads: int) -> float | tuple[float, ...]:
+    """One number, or one per head; NaN where it differs otherwise."""
+    if scale.numel() == 1:
+        return float(scale)
+    if tuple(scale.shape) == (1, heads, 1, 1):
+        return tuple(scale.flatten().tolist())
+    return float(scale.flatten()[0]) if bool((scale == scale.flatten()[0]).all()) else math.nan
+
+
+def _is_cosine(q: Tensor, k: Tensor) -> bool:
+    """Whether every row of both has length one, up to rounding."""
+    for side in (q, k):
+        lengths = side.double().norm(dim=-1)
+        allowed = ROUNDINGS * torch.finfo(side.dtype).eps
+        if not side.numel() or not bool(((lengths - 1).abs() <= allowed).all()):
+            return False
+    return True
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    """A copy that nothing changes later."""
+    return tensor.detach().clone()
