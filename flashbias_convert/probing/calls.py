@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .operations import MASKED_BELOW
 from .scores import Scores, lean
 from .watching import FusedCall
 
@@ -30,7 +31,8 @@ class AttentionCall:
         batch, heads, n, m, head_dim: B, H, N, M, D of the call; B counts windows, too.
         scale: one number, or one per head.
         cosine: whether all rows of q and k have one length.
-        addends: shapes that broadcast to (B, H, N, M): 1 where they only repeat themselves.
+        addends: shapes (b, H or 1, N or 1, M or 1), 1 where they only repeat themselves. Their
+            batch is 1 or a divisor of B: the whole batch is a repetition of it, as of windows.
         hidden: bool of such a shape, cells that a mask has overwritten; None if none has.
         q, k: shapes (B, H, N, D) and (B, H, M, D); None where their order is not known.
         unknown: operations between product and softmax that are no part of attention with a bias.
@@ -57,13 +59,15 @@ class AttentionCall:
     def shortened(self) -> AttentionCall:
         """With the first entries of the batch only, if it is too large to keep."""
         largest = max((a.numel() for a in self.addends), default=0)
-        keep = max(1, self.batch * KEPT_NUMBERS // max(largest, 1))
+        keep = self.batch * KEPT_NUMBERS // max(largest, 1)
         if keep >= self.batch:
             return self
+        parts = [a.shape[0] for a in (*self.addends, self.hidden) if a is not None]
+        period = max((p for p in parts if p < self.batch), default=1)
+        keep = max(keep // period, 1) * period
 
         def cut(tensor: Tensor | None) -> Tensor | None:
-            whole = tensor is None or tensor.shape[0] == 1
-            return tensor if whole else tensor[:keep].clone()  # type: ignore[index]
+            return None if tensor is None else tensor[:keep].clone()
 
         addends = tuple(a for a in map(cut, self.addends) if a is not None)
         return replace(
@@ -99,7 +103,7 @@ class Layout:
         self.batch = math.prod(self.lead) // self.heads
 
     def bring(self, tensor: Tensor) -> Tensor:
-        """(*lead, X, Y), or what broadcasts to it, as (batch or 1, H or 1, X, Y)."""
+        """(*lead, X, Y), or what broadcasts to it, as (b, H or 1, X, Y); see `AttentionCall`."""
         missing = len(self.lead) + 2 - tensor.dim()
         tensor = tensor.reshape(*(1,) * max(0, missing), *tensor.shape)
         if self.axis is not None:
@@ -111,14 +115,12 @@ class Layout:
         else:
             tensor = tensor.unflatten(0, (-1, self._split))
         outer = tensor.shape[:-3]
-        if all(size == 1 for size in outer):
-            return tensor.reshape(1, *tensor.shape[-3:])
-        # what repeats itself outermost stays one
-        first = next(i for i, size in enumerate(outer) if size > 1)
-        own = [s for i, s in enumerate(self.lead) if i != self.axis] if self.axis is not None else []
-        if own:
-            tensor = tensor.expand(*outer[:first], *own[first:], *tensor.shape[-3:])
-        return tensor.flatten(0, -4) if len(outer) > 1 else tensor
+        if len(outer) < 2:
+            return tensor.reshape(math.prod(outer), *tensor.shape[-3:])
+        # what repeats itself outermost is written down once
+        first = next((i for i, size in enumerate(outer) if size > 1), len(outer))
+        whole = [size for i, size in enumerate(self.lead) if i != self.axis]
+        return tensor.expand(*outer[:first], *whole[first:], *tensor.shape[-3:]).flatten(0, -4)
 
 
 def _told_heads(module: nn.Module) -> int | None:
@@ -194,11 +196,12 @@ def of_scores(
 
 def _complete(scores: Scores, actual: Tensor) -> Scores:
     """Scores with whatever the followed operations do not explain as one more addend."""
-    terms = [lean(scores.scale).to(scores.product.dtype) * scores.product, *scores.addends]
-    shown = torch.stack([t.masked_fill(~t.isfinite(), 0).abs().amax() for t in terms]).max()
+    terms = [lean(scores.scale).to(scores.product.dtype) * scores.product]
+    terms += [lean(a) for a in scores.addends]
+    shown = max(float(t.masked_fill(_is_far(t), 0).abs().amax()) for t in terms)
     total = sum(terms[1:], terms[0])
     wrong = actual - total
-    masked = (total <= _FAR) | (actual <= _FAR) | ~wrong.isfinite()
+    masked = _is_far(total) | _is_far(actual)
     if scores.hidden is not None:
         masked = masked | scores.hidden
     wrong = wrong.masked_fill(masked, 0)
@@ -209,7 +212,9 @@ def _complete(scores: Scores, actual: Tensor) -> Scores:
     return replace(scores, addends=(*scores.addends, wrong), unknown=unknown)
 
 
-_FAR = -1e4
+def _is_far(values: Tensor) -> Tensor:
+    """Where nothing is attended to; the sum of two such values may have no sign, or no value."""
+    return (values.abs() >= -MASKED_BELOW) | ~values.isfinite()
 
 
 def _scale(scale: Tensor, heads: int) -> float | tuple[float, ...]:
