@@ -104,9 +104,7 @@ def _images(cells: int) -> Iterator[tuple[int, int]]:
     yield from sorted(found, key=lambda size: abs(math.log(size[0] / size[1])))
 
 
-def depends_on(
-    bias: Tensor, q: Tensor | None, k: Tensor | None, tolerance: float
-) -> str | None:
+def depends_on(bias: Tensor, q: Tensor | None, k: Tensor | None, tolerance: float) -> str | None:
     """Whether the bias is a linear function of the query, or of query and key.
 
     Args:

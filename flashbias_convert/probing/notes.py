@@ -30,7 +30,8 @@ def notes_of(
         notes.append(f"a mask hides keys, {'the same' if same else 'others'} for both inputs")
     for term in part.regions:
         windows = term.ids.shape[0] if term.ids.dim() > 1 else 1
-        notes.append(f"a mask of {term.value:g} keeps regions apart, in {windows} windows")
+        plural = f"{windows} windows" if windows > 1 else "every window"
+        notes.append(f"a mask of {term.value:g} keeps regions apart, in {plural}")
     for count, what in zip(part.repeated, ("mask", "bias"), strict=True):
         if count:
             notes.append(f"the same {what} is added {count + 1} times")
@@ -50,7 +51,7 @@ def _about_scale(call: AttentionCall) -> list[str]:
     usual = call.head_dim**-0.5
     if isinstance(call.scale, tuple):
         low, high = min(call.scale), max(call.scale)
-        return [f"the scale differs between heads, {low:.3g} to {high:.3g}"]
+        return [f"the scale is learned: {low:.3g} to {high:.3g} in the heads"]
     if call.scale != call.scale:
         return ["the scale is not one number per head"]
     if abs(call.scale - usual) <= 1e-3 * usual:

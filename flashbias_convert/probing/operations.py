@@ -68,9 +68,7 @@ def after(
     return scores.doubtful(name) if torch.Tag.pointwise in func.tags else None
 
 
-def _is_trivial(
-    func: Any, shape: torch.Size, args: Sequence[Any], kwargs: dict[str, Any]
-) -> bool:
+def _is_trivial(func: Any, shape: torch.Size, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether only dimensions of size one change places."""
     out = func(torch.empty(shape, device="meta"), *args[1:], **kwargs)
     strides = [s for s, size in zip(out.stride(), out.shape, strict=True) if size > 1]

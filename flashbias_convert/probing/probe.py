@@ -18,12 +18,13 @@ from ..recipe import Recipe, Registry, qualified_name
 from .calls import AttentionCall, of_fused, of_scores
 from .changed import alike, changed
 from .classify import classify
+from .fused import FusedCall, SdpaWatcher
 from .masks import separate
 from .module_path import ModulePath, common_module, evaluating
 from .notes import notes_of, shared_notes
 from .report import Probe, SiteProbe
 from .scores import Scores
-from .watching import FusedCall, SdpaWatcher, Watcher
+from .watching import Watcher
 
 
 def probe_model(
@@ -116,7 +117,8 @@ class _Run:
         weights = list(self.model.parameters())
         watcher = Watcher(lambda: path.now, weights, self._on_fused, self._on_softmax)
         try:
-            with path.follow(), SdpaWatcher(watcher, self._on_fused), watcher:
+            sdpa = SdpaWatcher(watcher.resting, watcher.factor, self._on_fused)
+            with path.follow(), sdpa, watcher:
                 self.model(*self.batch.args, **self.batch.kwargs)
         except Exception as error:
             raise UsageError(

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..decompose import dense_term, decompose, measure
+from ..decompose import decompose, dense_term, measure
 from ..decompose.costs import relative_cost
 from ..decompose.svd import truncated_svd
 from ..options import DecomposeOptions
 from ..terms import RelativeTable, ScoreBias
 
 #: larger matrices get no SVD here: the conversion makes one anyway, and may take its time
-LARGEST_CELLS = 2048 * 2048
+LARGEST_CELLS = 1280 * 1280
 #: an SVD is made of at most so many entries of a batch
 MOST_ENTRIES = 4
 
@@ -49,9 +49,7 @@ def fit_dense(bias: Tensor, visible: Tensor | None, energy: float) -> Fit:
     return Fit(terms, ranks, errors, low)
 
 
-def fit_offsets(
-    table: RelativeTable, bias: Tensor, visible: Tensor | None, energy: float
-) -> Fit:
+def fit_offsets(table: RelativeTable, bias: Tensor, visible: Tensor | None, energy: float) -> Fit:
     """A bias of the offset: the table, or factors where a conversion would prefer them."""
     n, m = bias.shape[-2:]
     exact = ScoreBias((table,), bias.shape[1])
@@ -59,7 +57,9 @@ def fit_offsets(
         return Fit(exact)
     # written out from the table, hidden cells follow the same rule as the others
     fit = fit_dense(table.dense(n, m, dtype=torch.float32).reshape(bias.shape), visible, energy)
-    kept = fit.is_low_rank or any(t.kind == "relative_table" for t in _terms(fit))
+    assert fit.terms is not None
+    kinds = {term.kind for term in fit.terms.terms}
+    kept = fit.is_low_rank or table.kind in kinds
     return fit if kept else Fit(exact, fit.ranks, fit.attention_errors)
 
 
@@ -76,10 +76,6 @@ def ranks_of_calls(samples: Tensor, visible: Tensor | None, energy: float) -> Fi
 def size_of(terms: ScoreBias) -> int:
     """Bytes of all tensors."""
     return sum(tensor.numel() * tensor.element_size() for _, tensor in terms.named_tensors())
-
-
-def _terms(fit: Fit) -> tuple[object, ...]:
-    return () if fit.terms is None else fit.terms.terms
 
 
 def _ranks(

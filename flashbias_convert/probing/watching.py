@@ -1,55 +1,31 @@
-"""Watch a model attend: calls of SDPA, and softmax over scores with whatever led to them."""
+"""Follow scores from the product of queries and keys to the softmax, operation by operation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .fused import KERNELS, OnFused, fused_call
 from .operations import SHAPES, after, name_of, reshaping
 from .scores import Product, Scores
 
 _PRODUCTS = {"bmm": (0, 1), "baddbmm": (1, 2)}
 _SOFTMAX = {"_softmax", "_safe_softmax"}
-_FUSED = "_scaled_dot_product"
 
 
-@dataclass(frozen=True, eq=False)
-class FusedCall:
-    """One call of `scaled_dot_product_attention`.
-
-    Attributes:
-        q, k: shapes (*batch, H, N, D) and (*batch, H or fewer, M, D).
-        mask: what was passed as one, a bias or a mask of booleans.
-        causal: whether it was asked for.
-        scale: None for the default.
-        factor: what q and k were multiplied with before.
-    """
-
-    q: Tensor
-    k: Tensor
-    mask: Tensor | None
-    causal: bool
-    scale: float | None
-    factor: float
-
-
-#: told about a fused call, scores with the dimension and the values that went into a softmax, or
-#: scores of this shape of which nothing is known
-OnFused = Callable[[FusedCall], None]
+#: told about the scores that went into a softmax, their values and the dimension; the scores are
+#: None where they were not followed
 OnSoftmax = Callable[[Scores | None, Tensor, int], None]
 
 
 class Watcher(TorchDispatchMode):
-    """Follows every product of two tensors to the softmax, operation by operation.
+    """Follows every product of two tensors that are no weights.
 
     Args:
         path: gives the names of the running modules.
@@ -114,7 +90,7 @@ class Watcher(TorchDispatchMode):
             self._on_softmax(self._scores.get(args[0]), args[0], args[1])
         elif name in _PRODUCTS:
             self._begin(name, args, options, out)
-        elif name.startswith(_FUSED):
+        elif name.startswith(KERNELS):
             self._fused(func, args, options)
         elif name == "copy" and func._schema.is_mutable:
             self._copied(args)
@@ -137,13 +113,11 @@ class Watcher(TorchDispatchMode):
         def rank(entry: tuple[int, Scores]) -> tuple[bool, int, int]:
             source = entry[1].source
             # a product of all queries and keys, not of one axis; then the longer sum; the first
-            return source.numel == largest, int(source.q.shape[-1]), -entry[0]
+            return source.numel >= largest, int(source.q.shape[-1]), -entry[0]
 
         return max(found, key=rank)[0]
 
-    def _go_on(
-        self, func: Any, at: int, args: Any, options: dict[str, Any], out: Any
-    ) -> None:
+    def _go_on(self, func: Any, at: int, args: Any, options: dict[str, Any], out: Any) -> None:
         before = self._scores[args[at]]
         if isinstance(out, list | tuple):
             if name_of(func) in SHAPES:
@@ -187,13 +161,18 @@ class Watcher(TorchDispatchMode):
     def _keep_products(self, args: Any) -> None:
         """Before a change in place: products that share the memory are copied."""
         target = args[0] if args and isinstance(args[0], Tensor) else None
-        while target is not None and target in self._scores:
-            scores = self._scores[target]
-            storage = target.untyped_storage().data_ptr()
-            if scores.product.untyped_storage().data_ptr() == storage:
-                with self.resting():
-                    self._scores[target] = scores.on_a_copy()
-            target = self._above[target][0] if target in self._above else None
+        if target is None:
+            return
+        storage = target.untyped_storage().data_ptr()
+        touched = [a for a in args if isinstance(a, Tensor)]
+        while target in self._above:  # and whatever it was cut from
+            target = self._above[target][0]
+            touched.append(target)
+        with self.resting():
+            for tensor in touched:
+                scores = self._scores.get(tensor)
+                if scores is not None and scores.product.untyped_storage().data_ptr() == storage:
+                    self._scores[tensor] = scores.on_a_copy()
 
     # -- where scores begin ------------------------------------------------------------------
 
@@ -225,40 +204,8 @@ class Watcher(TorchDispatchMode):
 
     def _fused(self, func: Any, args: Any, options: dict[str, Any]) -> None:
         """A fused kernel that was called from within torch."""
-        names = [a.name for a in func._schema.arguments]
-        given = {**dict(zip(names, args, strict=False)), **options}
-        q, k = given["query"], given["key"]
-        mask = given.get("attn_mask", given.get("attn_bias"))
-        causal, scale = bool(given.get("is_causal")), given.get("scale")
-        self._on_fused(FusedCall(q, k, mask, causal, scale, self.factor(q, k)))
-
-
-class SdpaWatcher(TorchFunctionMode):
-    """Sees `scaled_dot_product_attention` as it is called; what torch makes of it is not followed.
-
-    Args:
-        watcher: rests meanwhile.
-        on_fused: told about every call.
-    """
-
-    def __init__(self, watcher: Watcher, on_fused: OnFused) -> None:
-        super().__init__()
-        self._watcher, self._on_fused = watcher, on_fused
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        options = dict(kwargs or {})
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **options)
-        with self._watcher.resting():
-            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-            given = {**dict(zip(names, args, strict=False)), **options}
-            q, k = given["query"], given["key"]
-            factor = self._watcher.factor(q, k)
-            causal, scale = bool(given.get("is_causal")), given.get("scale")
-            self._on_fused(FusedCall(q, k, given.get("attn_mask"), causal, scale, factor))
-            return func(*args, **options)
+        names = [argument.name for argument in func._schema.arguments]
+        self._on_fused(fused_call(names, args, options, self.factor))
 
 
 def _part(split: Callable[[Tensor], Any], i: int) -> Callable[[Tensor], Tensor]:
