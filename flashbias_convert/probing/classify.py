@@ -122,7 +122,8 @@ def _of_pattern(pattern: Pattern, energy: float) -> Finding:
         exact = table.kind in done.term
         return done if exact else replace(done, term=f"{done.term} (exact: {table.kind})")
     fit = fit_dense(bias, pattern.visible, energy)
-    kind: Kind = "low rank" if fit.is_low_rank else "dense"
+    few = 2 * max(fit.ranks or (max(bias.shape[-2:]),)) < min(bias.shape[-2:])
+    kind: Kind = "low rank" if fit.is_low_rank and few else "dense"
     return _fitted(kind, f"the same for all inputs{types}", bias, fit)
 
 

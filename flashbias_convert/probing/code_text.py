@@ -40,9 +40,6 @@ def _parameter(parameter: inspect.Parameter) -> str | None:
         inspect.Parameter.VAR_POSITIONAL: "*",
         inspect.Parameter.VAR_KEYWORD: "**",
     }
-        inspect.Parameter.VAR_POSITIONAL: "*",
-        inspect.Parameter.VAR_KEYWORD: "**",
-    }
     text = f"{marks.get(parameter.kind, '')}{parameter.name}: Any"
     if parameter.default is inspect.Parameter.empty:
         return text

@@ -159,14 +159,14 @@ class _Writer:
             lines += ['    """What the module adds to its scores; by its own code."""']
             return lines + raising("    ", _GUIDANCE[site.kind])
         lines += ['    """The bias from the tensors of the module, as it was found there."""']
-        lines += ["    module: Any = site.module", f"    bias: Tensor = {self.source.code}"]
+        lines += ["    module: Any = site.module", *(f"    {x}" for x in self.source.lines)]
         lines += ["    heads, n, m = bias.shape[-3:]", "    return Description("]
         lines += ["        bias=bias,", "        num_heads=heads,", "        n=n,", "        m=m,"]
         lines += [
             f"        head_dim={site.head_dim},  # of the probed model: read it off the module"
         ]
         if self.source.index is not None:
-            lines += [f"        index=module.{self.source.index},"]
+            lines += ["        index=index,"]
         return [*lines, "    )"]
 
     def _recipe(self) -> list[str]:

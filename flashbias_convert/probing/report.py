@@ -30,7 +30,7 @@ MEANING: dict[str, str] = {
     "per key": "one number per key",
     "offset": "one number per offset of query and key",
     "low rank": "the same for all inputs, of low rank",
-    "dense": "the same for all inputs, without a cheaper form",
+    "dense": "the same for all inputs, of no special form",
     "gated": "the same rows for all inputs, each times a gate that depends on the input",
     "query-dependent": "a linear function of the query",
     "input-dependent": "differs from input to input",

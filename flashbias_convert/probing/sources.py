@@ -16,12 +16,12 @@ class BiasSource:
     """Code that makes a bias.
 
     Attributes:
-        code: an expression of `module` for the bias, shape (*batch, H, N, M).
+        lines: statements that make `bias`, shape (*batch, H, N, M), from `module`.
         names: the tensors that it reads.
         index: name of an index matrix among them, or None.
     """
 
-    code: str
+    lines: tuple[str, ...]
     names: tuple[str, ...]
     index: str | None = None
 
@@ -45,26 +45,31 @@ def find_source(module: nn.Module, bias: Tensor) -> BiasSource | None:
     for name, tensor in floats:
         if tensor.numel() == wanted.numel() and torch.equal(tensor.reshape(wanted.shape), wanted):
             shape = ", ".join(map(str, wanted.shape))
-            return BiasSource(f"module.{name}.reshape({shape})", (name,))
+            return BiasSource((f"bias: Tensor = module.{name}.reshape({shape})",), (name,))
     for name, tensor in floats:
         for index_name, index in indices:
-            code = _gathered(name, tensor, index_name, index, wanted)
+            code = _gathered(tensor, index, wanted)
             if code is not None:
-                return BiasSource(code, (name, index_name), index_name)
+                n, m = wanted.shape[-2:]
+                lines = (
+                    f"table: Tensor = module.{name}",
+                    f"index: Tensor = module.{index_name}.reshape({n}, {m})",
+                    f"bias = {code}",
+                )
+                return BiasSource(lines, (name, index_name), index_name)
     return None
 
 
-def _gathered(
-    name: str, table: Tensor, index_name: str, index: Tensor, wanted: Tensor
-) -> str | None:
+def _gathered(table: Tensor, index: Tensor, wanted: Tensor) -> str | None:
     """Code for a table (T, H) or (H, T), if it gives the bias (H, N, M)."""
     if table.dim() != 2 or wanted.dim() != 3 or int(index.min()) < 0:
         return None
     heads, n, m = wanted.shape
+    index = index.reshape(n, m).long()
     by_rows = table.shape[1] == heads and int(index.max()) < table.shape[0]
-    if by_rows and torch.equal(table[index.reshape(n, m)].permute(2, 0, 1), wanted):
-        return f"module.{name}[module.{index_name}.reshape({n}, {m})].permute(2, 0, 1)"
+    if by_rows and torch.equal(table[index].permute(2, 0, 1), wanted):
+        return "table[index].permute(2, 0, 1)"
     by_columns = table.shape[0] == heads and int(index.max()) < table.shape[1]
-    if by_columns and torch.equal(table[:, index.reshape(n, m)], wanted):
-        return f"module.{name}[:, module.{index_name}.reshape({n}, {m})]"
+    if by_columns and torch.equal(table[:, index], wanted):
+        return "table[:, index]"
     return None
