@@ -146,7 +146,8 @@ def _complete(scores: Scores, actual: Tensor) -> Scores:
     if scores.hidden is not None:
         masked = masked | scores.hidden
     wrong = wrong.masked_fill(masked, 0)
-    eps = torch.finfo(actual.dtype).eps
+    # a product may have been made wider after it was rounded
+    eps = max(torch.finfo(t.dtype).eps for t in (actual, scores.product))
     if bool(wrong.abs().max() <= ROUNDINGS * eps * shown):
         return replace(scores, unknown=())
     unknown = scores.unknown or ("an operation that was not seen",)

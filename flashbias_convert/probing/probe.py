@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,12 +20,15 @@ from .calls import AttentionCall, of_fused, of_scores
 from .changed import alike, changed
 from .classify import classify
 from .fused import FusedCall, SdpaWatcher
-from .masks import separate
+from .finding import Finding
+from .masks import Separated, separate
 from .module_path import ModulePath, common_module, evaluating
 from .notes import notes_of, shared_notes
 from .report import Probe, SiteProbe
 from .scores import Scores
 from .watching import Watcher
+
+logger = logging.getLogger(__name__)
 
 
 def probe_model(
@@ -107,6 +111,7 @@ class _Run:
     calls: dict[str, AttentionCall] = field(default_factory=dict)
     #: modules with a softmax over something large that was not followed
     lost: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
     starts: dict[str, int] = field(default_factory=dict)
 
     def go(self) -> _Run:
@@ -149,7 +154,11 @@ class _Run:
         if starts > 1:
             return
         name = site if number == 1 else f"{site}#{number}"
-        self.calls[name] = make(self.model.get_submodule(site)).shortened()
+        try:
+            self.calls[name] = make(self.model.get_submodule(site)).shortened()
+        except Exception as error:  # one site that is not understood must not stop the others
+            logger.debug("site %s failed", name, exc_info=True)
+            self.failed[name] = f"{type(error).__name__}: {error}"
 
 
 # -- sites -----------------------------------------------------------------------------------
@@ -161,9 +170,8 @@ def _site(
     site = name.partition("#")[0]
     module = model.get_submodule(site)
     calls = (runs[0].calls[name], runs[1].calls[name])
-    parts = (separate(calls[0]), separate(calls[1]))
-    found = classify(calls, parts, energy)
     call = calls[0]
+    parts, found = _found_out(name, calls, energy)
     recipe = registry.find(module)
     cells = 0 if found.bias is None else len(found.bias) * call.heads * call.n * call.m
     done = SiteProbe(
@@ -192,9 +200,24 @@ def _site(
     return replace(done, notes=notes, causal=causal)
 
 
+def _found_out(
+    name: str, calls: tuple[AttentionCall, AttentionCall], energy: float
+) -> tuple[tuple[Separated, Separated], Finding]:
+    """The masks of both calls, and the kind of their bias."""
+    try:
+        parts = (separate(calls[0]), separate(calls[1]))
+        return parts, classify(calls, parts, energy)
+    except Exception as error:
+        logger.debug("site %s failed", name, exc_info=True)
+        nothing = Separated(None, None)
+        return (nothing, nothing), Finding("unknown", f"{type(error).__name__}: {error}")
+
+
 def _unmatched(runs: list[_Run]) -> list[str]:
-    other = sorted(set(runs[0].calls) ^ set(runs[1].calls))
-    return [f"{name or 'the model'} attended with one of the two inputs only" for name in other]
+    failed = {**runs[1].failed, **runs[0].failed}
+    notes = [f"{name or 'the model'} could not be looked at: {why}" for name, why in failed.items()]
+    other = sorted((set(runs[0].calls) ^ set(runs[1].calls)) - set(failed))
+    return notes + [f"{name or 'the model'} attended with one input only" for name in other]
 
 
 def _unseen(run: _Run, found: bool) -> list[str]:

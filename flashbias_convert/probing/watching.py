@@ -179,7 +179,9 @@ class Watcher(TorchDispatchMode):
     def _begin(self, name: str, args: Any, options: dict[str, Any], out: Tensor) -> None:
         q, k = (args[i] for i in _PRODUCTS[name])
         if any(t.untyped_storage().data_ptr() in self._weights for t in (q, k)):
-            return
+            return  # a linear layer
+        if any(t in self._scores for t in (q, k)):
+            return  # scores that are mixed between heads are scores no longer
         source = Product(q, k.mT, out.numel(), self._path(), self.factor(q, k))
         if name == "bmm":
             self._scores[out] = Scores.of(source, out)

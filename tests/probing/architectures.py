@@ -167,9 +167,7 @@ def swin_of_transformers() -> Made:
 def mvit() -> Made:
     from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
 
-    cfg = MultiScaleVitCfg(
-        depths=(1, 1), embed_dim=(8, 16), num_heads=(1, 2), use_cls_token=True
-    )
+    cfg = MultiScaleVitCfg(depths=(1, 1), embed_dim=(8, 16), num_heads=(1, 2), use_cls_token=True)
     return MultiScaleVit(cfg, img_size=(32, 32), num_classes=3), normal(2, 3, 32, 32)
 
 
