@@ -5,28 +5,26 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import UsageError
 from ..inputs import Batch, as_inputs
 from ..inspection import leave_no_trace, refuse_wrapped
 from ..patched_attention import PatchedAttention
 from ..recipe import Recipe, Registry, qualified_name
-from .calls import AttentionCall, of_fused, of_scores
+from .calls import AttentionCall
 from .changed import alike, changed
 from .classify import classify
-from .fused import FusedCall, SdpaWatcher
 from .finding import Finding
 from .masks import Separated, separate
-from .module_path import ModulePath, common_module, evaluating
+from .module_path import evaluating
 from .notes import notes_of, shared_notes
 from .report import Probe, SiteProbe
-from .scores import Scores
-from .watching import Watcher
+from .run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +66,7 @@ def probe_model(
         raise UsageError("the model is patched", "probe it before conversion, or unpatch it")
     first, second, about = _two_inputs(model, example_inputs)
     with leave_no_trace(model), evaluating(model):
-        runs = [_Run(model, batch).go() for batch in (first, second)]
+        runs = [Run(model, batch).go() for batch in (first, second)]
     registry = Registry(tuple(recipes))
     sites = [
         _site(model, name, (runs[0], runs[1]), energy, registry)
@@ -99,73 +97,11 @@ def _two_inputs(model: nn.Module, example_inputs: Any) -> tuple[Batch, Batch, st
     return batches[0], other, f"{given.source}, and the same with other values"
 
 
-# -- one run ---------------------------------------------------------------------------------
-
-
-@dataclass
-class _Run:
-    """One forward pass, and the attention calls in it."""
-
-    model: nn.Module
-    batch: Batch
-    calls: dict[str, AttentionCall] = field(default_factory=dict)
-    #: modules with a softmax over something large that was not followed
-    lost: dict[str, str] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-    starts: dict[str, int] = field(default_factory=dict)
-
-    def go(self) -> _Run:
-        """Run the model."""
-        path = ModulePath(self.model)
-        self._path, self.starts = path, path.starts
-        self._numbers: dict[tuple[str, int], int] = {}
-        weights = list(self.model.parameters())
-        watcher = Watcher(lambda: path.now, weights, self._on_fused, self._on_softmax)
-        try:
-            sdpa = SdpaWatcher(watcher.resting, watcher.factor, self._on_fused)
-            with path.follow(), sdpa, watcher:
-                self.model(*self.batch.args, **self.batch.kwargs)
-        except Exception as error:
-            raise UsageError(
-                f"the model does not run with these inputs: {type(error).__name__}: {error}",
-                "pass inputs that it takes: package.module:function, or an .npz of named inputs",
-            ) from error
-        return self
-
-    def _on_fused(self, call: FusedCall) -> None:
-        site = common_module(self._path.now)
-        self._keep(site, lambda module: of_fused(call, module, self.batch.size))
-
-    def _on_softmax(self, scores: Scores | None, actual: Tensor, dim: int) -> None:
-        large = actual.dim() > 3 or (actual.dim() == 3 and actual.shape[-1] == actual.shape[-2])
-        last = dim % actual.dim() >= actual.dim() - 2
-        if scores is None or not last:
-            if large:
-                self.lost[self._path.now[-1]] = f"over {tuple(actual.shape)}"
-            return
-        site = common_module(scores.source.path, self._path.now)
-        samples = self.batch.size
-        self._keep(site, lambda module: of_scores(scores, actual, dim, module, samples))
-
-    def _keep(self, site: str, make: Any) -> None:
-        """The calls of the first time that a module runs."""
-        starts = self.starts.get(site, 1)
-        number = self._numbers[site, starts] = self._numbers.get((site, starts), 0) + 1
-        if starts > 1:
-            return
-        name = site if number == 1 else f"{site}#{number}"
-        try:
-            self.calls[name] = make(self.model.get_submodule(site)).shortened()
-        except Exception as error:  # one site that is not understood must not stop the others
-            logger.debug("site %s failed", name, exc_info=True)
-            self.failed[name] = f"{type(error).__name__}: {error}"
-
-
 # -- sites -----------------------------------------------------------------------------------
 
 
 def _site(
-    model: nn.Module, name: str, runs: tuple[_Run, _Run], energy: float, registry: Registry
+    model: nn.Module, name: str, runs: tuple[Run, Run], energy: float, registry: Registry
 ) -> SiteProbe:
     site = name.partition("#")[0]
     module = model.get_submodule(site)
@@ -213,14 +149,14 @@ def _found_out(
         return (nothing, nothing), Finding("unknown", f"{type(error).__name__}: {error}")
 
 
-def _unmatched(runs: list[_Run]) -> list[str]:
+def _unmatched(runs: list[Run]) -> list[str]:
     failed = {**runs[1].failed, **runs[0].failed}
     notes = [f"{name or 'the model'} could not be looked at: {why}" for name, why in failed.items()]
     other = sorted((set(runs[0].calls) ^ set(runs[1].calls)) - set(failed))
     return notes + [f"{name or 'the model'} attended with one input only" for name in other]
 
 
-def _unseen(run: _Run, found: bool) -> list[str]:
+def _unseen(run: Run, found: bool) -> list[str]:
     notes = [
         f"a softmax {shape} in {name or 'the model'} was not followed: its scores are not a "
         "product of two tensors with something added"

@@ -115,8 +115,10 @@ def test_what_is_not_there_is_not_said(name: str) -> None:
     """Notes that are about a few architectures do not appear with the others."""
     told = {
         "cosine": ("timm SwinV2", "transformers Swinv2"),
-        "keeps regions apart": ("timm SwinV2", "timm Swin", "transformers Swin: bias and mask in one",
-                                "transformers Swinv2", "Pangu"),
+        "keeps regions apart": (
+            "timm SwinV2", "timm Swin", "transformers Swin: bias and mask in one",
+            "transformers Swinv2", "Pangu",
+        ),
         "is added 2 times": ("transformers Swinv2", "Falcon, eager"),
         "causal": ("T5", "BLOOM", "MPT", "Falcon", "Falcon, eager"),
         "scale is": ("timm SwinV2", "transformers Swinv2", "T5", "DeBERTa"),
