@@ -15,7 +15,10 @@ from tests.pangu import fields
 from tests.pangu import make as make_pangu
 
 #: parts of the names of parameters that make biases: at initialisation they are zero, or small
-_BIASES = ("bias_table", "rel_pos", "relative_attention_bias", "rel_attn", "cpb_mlp", "rel_embed")
+_BIASES = (
+    "bias_table", "bias_mlp", "cpb_mlp", "rel_attn", "rel_embed", "rel_pos",
+    "relative_attention_bias",
+)  # fmt: skip
 _IMAGE = {"img_size": 32, "embed_dim": 16, "num_classes": 3}
 _WORDS = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 _WAVES = {

@@ -113,6 +113,17 @@ def test_a_plain_sum_is_recovered_bit_for_bit() -> None:
     assert site.bias is not None and torch.equal(site.bias[0], BIAS)
 
 
+def test_half_precision() -> None:
+    rounded = BIAS.bfloat16()
+    site = probe(Attention(lambda q, k: q @ k.mT * 0.5 + rounded).bfloat16())
+    assert site.kind == "dense" and site.scale == 0.5
+    assert site.bias is not None and site.bias.dtype == torch.bfloat16
+    assert torch.equal(site.bias[0], rounded)
+    wider = probe(Attention(lambda q, k: (q @ k.mT * 0.5).float() + BIAS).bfloat16())
+    assert wider.bias is not None and torch.equal(wider.bias[0], BIAS)
+    assert not any("left over" in note for note in wider.notes)
+
+
 def causal() -> Tensor:
     return torch.ones(N, N, dtype=torch.bool).triu(1)
 

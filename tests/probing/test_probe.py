@@ -125,6 +125,34 @@ def test_nan_in_a_bias_is_not_understood() -> None:
     assert site.kind == "unknown" and "not finite" in site.detail
 
 
+def test_a_site_that_breaks_the_prober_does_not_stop_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from flashbias_convert.probing import probe, run
+
+    original = run.of_scores
+    broken: list[int] = []
+
+    def sometimes(*args: Any) -> Any:
+        broken.append(1)
+        if len(broken) in (1, 4):  # the first site of both runs
+            raise ArithmeticError("no")
+        return original(*args)
+
+    monkeypatch.setattr(run, "of_scores", sometimes)
+    found = probe_model(make_model(depth=3), make_input())
+    assert [site.site for site in found.sites] == ["blocks.1.attn", "blocks.2.attn"]
+    assert found.notes == ("blocks.0.attn could not be looked at: ArithmeticError: no",)
+    monkeypatch.undo()
+
+    def classify(*args: Any) -> Any:
+        raise ArithmeticError("no")
+
+    monkeypatch.setattr(probe, "classify", classify)
+    (site,) = probe_model(make_model(depth=1), make_input()).sites
+    assert (site.kind, site.detail) == ("unknown", "ArithmeticError: no")
+
+
 # -- inputs ----------------------------------------------------------------------------------
 
 

@@ -18,6 +18,10 @@ from . import architectures as a
 TOKENS = 18
 MODELS: dict[str, Callable[[], a.Made]] = {
     "timm SwinV2": a.swinv2,
+    "timm Swin": a.swin,
+    "timm BEiT": a.beit,
+    "transformers Swin": a.swin_of_transformers,
+    "transformers Swinv2": a.swinv2_of_transformers,
     "BLOOM": a.bloom,
     "MPT": a.mpt,
     "Falcon": a.falcon,
