@@ -61,7 +61,12 @@ def of_input(
     rank = max(fit.ranks or (m,))
     if fit.is_low_rank:
         entries = batch * heads * (n + m) * rank
-        return finding(kind, f"rank {rank} in each call", "low_rank from a builder", 4 * entries)
+        return finding(
+            kind,
+            f"rank {rank} in each call keeps {100 * energy:.4g} % of the energy",
+            "low_rank from a builder",
+            4 * entries,
+        )
     return finding(
         kind, "no structure was found", "dense from a builder", batch * heads * n * m * size
     )

@@ -151,6 +151,15 @@ def deberta() -> Made:
 
 
 @made
+def lilt() -> Made:
+    corners = torch.randint(0, 20, (3, 18, 4), generator=torch.Generator().manual_seed(3))
+    boxes = corners + torch.tensor([0, 0, 20, 20])
+    sizes = {**_WORDS, "hidden_size": 48, "intermediate_size": 16, "num_hidden_layers": 1}
+    inputs = {**words(), "bbox": boxes}
+    return hugging_face("LiltConfig", "LiltModel", inputs, max_2d_position_embeddings=64, **sizes)
+
+
+@made
 def swinv2_of_transformers() -> Made:
     images = {"pixel_values": normal(2, 3, 32, 32)}
     sizes = {"image_size": 32, "patch_size": 4, "embed_dim": 16, "window_size": 4}

@@ -82,6 +82,13 @@ KNOWN: dict[str, tuple[Callable[[], a.Made], list[tuple[str, str, str, str, list
         ],
     ),
     "WavLM": (a.wavlm, [("layers", "gated", "a gate: 1-D offsets", "row_scale", [])]),
+    "LiLT: another product, of heads of 6": (
+        a.lilt,
+        [
+            ("self", "input-dependent", "in each call keeps 99 % of the energy", "low_rank", []),
+            ("self#2", "input-dependent", "in each call keeps 99 % of the energy", "low_rank", []),
+        ],
+    ),
     "DeBERTa": (a.deberta, [("layer", "query-dependent", "linear in query and key", "dense", [])]),
 }  # fmt: skip
 _CACHE: dict[str, Probe] = {}
@@ -145,3 +152,10 @@ def test_sizes_and_savings() -> None:
     sam = sites_of(probed("SAM"), "layers.1")[0]
     assert sam.term_bytes == 6 * 2 * 16 * (4 + 4) * 4
     assert sam.dense_bytes == 6 * 2 * 16 * 16 * 4
+
+
+def test_a_product_of_short_heads_has_their_rank() -> None:
+    """Layout heads of LiLT are a quarter as long as those of the text: 6 columns are exact."""
+    model, inputs = a.lilt()
+    found = probe_model(model, inputs, energy=1 - 1e-10)  # rounding of fp32 has less
+    assert [site.ranks for site in found.sites] == [(6, 6), (6, 6)]
