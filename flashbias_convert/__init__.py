@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .patched_attention import PatchedAttention
     from .patching import apply_plan, patch_model, patched, unpatch_model
     from .plan import Plan, SitePlan
+    from .probing import Probe, SiteProbe, probe_model
     from .recipe import Description, Recipe, Site, UnsupportedSite, load_recipe_file
     from .terms import (
         Alibi,
@@ -69,6 +70,7 @@ _MODULES = {
     "patched_attention": ("PatchedAttention",),
     "patching": ("apply_plan", "patch_model", "patched", "unpatch_model"),
     "plan": ("Plan", "SitePlan"),
+    "probing": ("Probe", "SiteProbe", "probe_model"),
     "recipe": ("Description", "Recipe", "Site", "UnsupportedSite", "load_recipe_file"),
     "terms": (
         "Alibi",
@@ -106,12 +108,14 @@ __all__ = [
     "PatchedAttention",
     "Plan",
     "PreparedBias",
+    "Probe",
     "Recipe",
     "Regions",
     "RelativeTable",
     "ScoreBias",
     "Site",
     "SitePlan",
+    "SiteProbe",
     "StaleTermsError",
     "Term",
     "UnknownArchitectureError",
@@ -129,6 +133,7 @@ __all__ = [
     "load_recipe_file",
     "patch_model",
     "patched",
+    "probe_model",
     "save_model",
     "unpatch_model",
     "verify_files",

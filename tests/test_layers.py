@@ -24,7 +24,7 @@ LAYERS = [
     {"tables"},
     {"inspection", "patching", "checkpoint"},
     {"inputs", "views", "huggingface"},
-    {"verification", "plotting", "report"},
+    {"verification", "probing", "plotting", "report"},
     {"calibration", "benchmark"},
     {"cli"},
 ]

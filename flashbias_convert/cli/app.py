@@ -21,6 +21,7 @@ from .env import env
 from .exit_codes import ExitCode, exit_code_of
 from .inspect import inspect
 from .output import print_error, print_json
+from .probe import probe
 from .recipes import recipes
 from .restore import restore
 from .show import show
@@ -30,6 +31,7 @@ PROGRAM = "flashbias-convert"
 COMMANDS: dict[str, Callable[..., int]] = {
     "convert": convert,
     "inspect": inspect,
+    "probe": probe,
     "verify": verify,
     "bench": bench,
     "restore": restore,
