@@ -67,6 +67,7 @@ def attention_kernel(
     lookup_code_ptr, lookup_code_strides,
     rel_h_ptr, rel_h_strides, rel_w_ptr, rel_w_strides, axial_rows_ptr, axial_rows_strides,
     axial_y_ptr, axial_x_ptr,
+    lse_ptr, lse_strides,
     region_value, batch_1, batch_2, G, kv_group, N, M,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     COLUMNS: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
@@ -359,6 +360,19 @@ def attention_kernel(
         acc.to(o_ptr.dtype.element_ty),
         mask=in_rows[:, None] & (offs_dv[None, :] < DV),
     )
+    if lse_ptr is not None:
+        # for the backward pass: the logarithm, to base 2, of the sum of a row's exponentials. The
+        # scores are those of the formula, what is constant along a row included; a row that sees
+        # nothing has infinity, so that weights computed from it are zero.
+        lse = tl.log2(total)
+        if not BOUNDED:
+            lse += tl.where(total == 0.0, 0.0, top) * to_exp2
+        if slopes_ptr is not None:
+            if not SYMMETRIC and alibi_rows_ptr is None:
+                lse -= slope * LOG2E * position
+        lse = tl.where(total == 0.0, float("inf"), lse)
+        lse_ptr = _at(lse_ptr, lse_strides, b0, b1, b2) + h.to(tl.int64) * lse_strides[3]
+        tl.store(lse_ptr + safe_m * lse_strides[4], lse, mask=in_rows)
 
 
 @triton.jit

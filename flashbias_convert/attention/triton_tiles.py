@@ -1,0 +1,274 @@
+"""Device functions that the backward kernels share: one tile of scores, term by term.
+
+A tile is made from row indices `i` and key indices `j` whose shapes broadcast, (BM, 1) and (1, BN)
+or (1, BM) and (BN, 1): the same functions make it upright and transposed. Both are indices of
+valid rows and keys, 64-bit; what they stand for beyond the ends is masked by `hide`.
+Scores are in natural units here, and a term's tile comes without its row scale.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from . import packing
+
+LOG2E = tl.constexpr(1.4426950408889634)
+SMALLEST_SCALE = tl.constexpr(packing.SMALLEST_SCALE)
+
+
+class Walk(NamedTuple):
+    """A tensor with its strides: batch 0, 1, 2, then its own dimensions."""
+
+    ptr: Any
+    strides: Any
+
+
+class Terms(NamedTuple):
+    """What a group's bias consists of; names as in `packing`, None for what is absent."""
+
+    heads: Any = None
+    phi_q: Any = None
+    phi_k: Any = None
+    key_bias: Any = None
+    key_bias_rows: Any = None
+    slopes: Any = None
+    alibi_rows: Any = None
+    pos_q: Any = None
+    pos_k: Any = None
+    table: Any = None
+    table_rows: Any = None
+    codes_q: Any = None
+    codes_k: Any = None
+    ids: Any = None
+    key_ids: Any = None
+    region_rows: Any = None
+    dense: Any = None
+    dense_rows: Any = None
+    diagonal: Any = None
+    lookup: Any = None
+    lookup_rows: Any = None
+    lookup_code: Any = None
+    rel_h: Any = None
+    rel_w: Any = None
+    axial_y: Any = None
+    axial_x: Any = None
+
+
+class Call(NamedTuple):
+    """q, k, v and everything else that a call has beside its bias.
+
+    With cosine attention q and k are normalised, and raw_q and raw_k are what they were before.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    lse: Any
+    delta: Any
+    raw_q: Any = None
+    raw_k: Any = None
+    key_mask: Any = None
+    starts: Any = None
+    scale: Any = None
+
+
+class Entries(NamedTuple):
+    """How programs share out the batch: kept dimensions by program, the others in a loop.
+
+    Gradients of tensors that the batch shares are summed in that loop. It is cut into splits of
+    `per_split` entries, whose sums the host adds.
+    """
+
+    kept: Any
+    kept_1: Any
+    kept_2: Any
+    looped: Any
+    looped_1: Any
+    looped_2: Any
+    per_split: Any
+
+
+@triton.jit
+def batch_entry(entries, kept, looped):
+    """Indices along the three batch dimensions."""
+    b0 = kept // entries.kept_2 // entries.kept_1 + looped // entries.looped_2 // entries.looped_1
+    b1 = (kept // entries.kept_2) % entries.kept_1 + (
+        looped // entries.looped_2
+    ) % entries.looped_1
+    b2 = kept % entries.kept_2 + looped % entries.looped_2
+    return b0, b1, b2
+
+
+@triton.jit
+def at(walk, b):
+    """Pointer to one batch entry; 64-bit, since offsets may pass 2**31."""
+    return (
+        walk.ptr
+        + b[0].to(tl.int64) * walk.strides[0]
+        + b[1].to(tl.int64) * walk.strides[1]
+        + b[2].to(tl.int64) * walk.strides[2]
+    )
+
+
+@triton.jit
+def head(walk, b, h):
+    """Pointer to one head of one batch entry."""
+    return at(walk, b) + h.to(tl.int64) * walk.strides[3]
+
+
+@triton.jit
+def rows_of(walk, b, h, rows, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of a matrix, (len(rows), BLOCK); zeros outside."""
+    columns = tl.arange(0, BLOCK)
+    where = rows[:, None] * walk.strides[4] + columns[None, :] * walk.strides[5]
+    mask = inside[:, None] if SIZE == BLOCK else inside[:, None] & (columns < SIZE)[None, :]
+    return tl.load(head(walk, b, h) + where, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(walk, b, h, rows, inside, x, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Write what `rows_of` would read."""
+    columns = tl.arange(0, BLOCK)
+    where = rows[:, None] * walk.strides[4] + columns[None, :] * walk.strides[5]
+    mask = inside[:, None] & (columns < SIZE)[None, :]
+    tl.store(head(walk, b, h) + where, x.to(walk.ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def first_key(c, b, query_start):
+    """The key that query 0 stands at."""
+    start = query_start
+    if c.starts is not None:
+        start = tl.load(at(c.starts, b)).to(tl.int32)
+    return start
+
+
+@triton.jit
+def parts_of_scale(c, scale, h):
+    """The scale, and the unit that packed factors are divided by; see the forward kernel."""
+    if c.scale is not None:
+        scale = tl.load(c.scale + h)
+    size = tl.where(tl.abs(scale) < SMALLEST_SCALE, 1.0, tl.abs(scale))
+    return scale, size
+
+
+@triton.jit
+def scores(qk, factors, scale, size, COLUMNS: tl.constexpr, NATURAL: tl.constexpr):
+    """scale * q k + phi_q phi_k; in fp32 factors are not divided by the scale's size."""
+    if COLUMNS == 0:
+        return qk * scale
+    elif NATURAL:
+        return qk * scale + factors
+    else:
+        return (qk * (scale / size) + factors) * size
+
+
+@triton.jit
+def gate(tile, rows, b, g, i):
+    """A tile times the row scale of its term."""
+    if rows is not None:
+        tile = tile * tl.load(head(rows, b, g) + i * rows.strides[4])
+    return tile
+
+
+@triton.jit
+def key_tile(t, b, g, j):
+    return tl.load(head(t.key_bias, b, g) + j * t.key_bias.strides[4])
+
+
+@triton.jit
+def alibi_tile(t, b, g, i, j, start, SYMMETRIC: tl.constexpr):
+    slope = tl.load(at(t.slopes, b) + g * t.slopes.strides[3])
+    query = start + i.to(tl.int32)
+    key = j.to(tl.int32)
+    if t.pos_q is not None:
+        query = tl.load(at(t.pos_q, b) + i * t.pos_q.strides[3])
+    if t.pos_k is not None:
+        key = tl.load(at(t.pos_k, b) + j * t.pos_k.strides[3])
+    distance = (key - query).to(tl.float32)
+    if SYMMETRIC:
+        distance = -tl.abs(distance)
+    return slope * distance
+
+
+@triton.jit
+def table_tile(t, b, g, i, j):
+    code = tl.load(t.codes_q + i) + tl.load(t.codes_k + j)
+    return tl.load(head(t.table, b, g) + code)
+
+
+@triton.jit
+def region_tile(t, b, i, j, value):
+    query = tl.load(at(t.ids, b) + i * t.ids.strides[3])
+    key = tl.load(at(t.key_ids, b) + j * t.key_ids.strides[3])
+    return tl.where(query == key, 0.0, value)
+
+
+@triton.jit
+def dense_tile(t, b, g, i, j):
+    where = i * t.dense.strides[4] + j * t.dense.strides[5]
+    return tl.load(head(t.dense, b, g) + where).to(tl.float32)
+
+
+@triton.jit
+def lookup_tile(t, b, g, i, j):
+    where = i * t.lookup_code.strides[3] + j * t.lookup_code.strides[4]
+    return tl.load(head(t.lookup, b, g) + tl.load(at(t.lookup_code, b) + where))
+
+
+@triton.jit
+def axial_tile(t, b, g, i, j):
+    rows = tl.load(head(t.rel_h, b, g) + i * t.rel_h.strides[4] + tl.load(t.axial_y + j))
+    columns = tl.load(head(t.rel_w, b, g) + i * t.rel_w.strides[4] + tl.load(t.axial_x + j))
+    return rows.to(tl.float32) + columns.to(tl.float32)
+
+
+@triton.jit
+def add_terms(x, t, b, g, i, j, start, region_value, SYMMETRIC: tl.constexpr):
+    """Scores plus every term that is added element by element."""
+    if t.key_bias is not None:
+        x += gate(key_tile(t, b, g, j), t.key_bias_rows, b, g, i)
+    if t.slopes is not None:
+        x += gate(alibi_tile(t, b, g, i, j, start, SYMMETRIC), t.alibi_rows, b, g, i)
+    if t.table is not None:
+        x += gate(table_tile(t, b, g, i, j), t.table_rows, b, g, i)
+    if t.ids is not None:
+        x += gate(region_tile(t, b, i, j, region_value), t.region_rows, b, g, i)
+    if t.dense is not None:
+        x += gate(dense_tile(t, b, g, i, j), t.dense_rows, b, g, i)
+    if t.diagonal is not None:
+        own = tl.load(head(t.diagonal, b, g) + i * t.diagonal.strides[4])
+        x += tl.where(j == start + i, own, 0.0)
+    if t.lookup is not None:
+        x += gate(lookup_tile(t, b, g, i, j), t.lookup_rows, b, g, i)
+    if t.rel_h is not None:
+        x += axial_tile(t, b, g, i, j)
+    return x
+
+
+@triton.jit
+def hide(x, c, b, rows, keys, j, start, M, CAUSAL: tl.constexpr):
+    """Minus infinity where a query must not attend. Rows beyond the end need no mask: they are
+    read with an infinite log-sum-exp."""
+    x = tl.where(keys < M, x, float("-inf"))
+    if CAUSAL:
+        x = tl.where(keys <= start + rows, x, float("-inf"))
+    if c.key_mask is not None:
+        visible = tl.load(at(c.key_mask, b) + j * c.key_mask.strides[3])
+        x = tl.where(visible != 0, x, float("-inf"))
+    return x
+
+
+@triton.jit
+def through_length(gradient, raw):
+    """The gradient of rows, given that of the same rows scaled to unit length."""
+    raw = raw.to(tl.float32)
+    length = tl.maximum(tl.sqrt(tl.sum(raw * raw, 1)), 1e-12)
+    unit = raw / length[:, None]
+    along = tl.sum(unit * gradient, 1)
+    return (gradient - unit * along[:, None]) / length[:, None]
