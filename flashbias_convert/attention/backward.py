@@ -96,7 +96,9 @@ def attention_gradients(
         if also:
             _place(found["head_scale"], gradients.pop("scale")[:, 0], own.get("heads"))
         gradients = factor_gradients(spec, raw, gradients)
-        of_terms += [gradients[n].to(t.dtype).contiguous() if n in names else None for n, t in raw.items()]
+        of_terms += [
+            gradients[n].to(t.dtype).contiguous() if n in names else None for n, t in raw.items()
+        ]
     _merge_heads(saved, tensors, found)
     return found, of_terms
 
@@ -202,9 +204,7 @@ def _by_slices(call: GroupCall, wanted: Collection[str]) -> dict[str, Tensor]:
     dims, parts = len(call.batch), []
     for i in range(call.batch[0]):
         entry = {n: batch_entry(n, t, dims, i) for n, t in call.tensors.items()}
-        own = GroupCall(
-            call.spec, entry, call.scale, call.query_start, call.causal, call.cosine
-        )
+        own = GroupCall(call.spec, entry, call.scale, call.query_start, call.causal, call.cosine)
         parts.append(group_gradients(own, wanted))
     found = {}
     for name in wanted:
@@ -225,7 +225,7 @@ def _query_side(call: GroupCall, wanted: Sequence[str]) -> dict[str, Tensor]:
 
     if not wanted and "dq" not in call.tensors:
         return {}
-    n, m, _, _ = call.sizes()
+    n, *_ = call.sizes()
     settings = call.settings("queries")
     programs = -(-n // settings.block_m) * call.heads
     shares = share(call, programs, [x for x in wanted if x != "scale"], not wanted)

@@ -14,13 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .launch import MAX_BATCH_DIMS, padded
+from .launch import MAX_BATCH_DIMS, VECTOR_BYTES, padded, vector_rows
 from .packing import GroupSpec
 from .strides import TAILS, VECTORS, batch_strides, collapse_batch, own_strides
 from .tuning import LaunchSettings, backward_settings
 
 #: Programs of one launch that keep a card busy; loops over the batch are cut to reach it.
 ENOUGH_PROGRAMS = 1024
+
+
+#: Tensors that are read and written in whole rows.
+ROWS = ("q", "k", "v", "do", "raw_q", "raw_k", "dq", "dk", "dv")
 
 
 class TooManyBatchDimensions(Exception):
@@ -129,10 +133,11 @@ def share(call: GroupCall, programs: int, outputs: Collection[str], everything: 
     batch, tensors = call.batch, call.tensors
     own = {n: t for n, t in tensors.items() if n not in VECTORS}
     strides = {n: batch_strides(n, t, batch) for n, t in own.items()}
-    kept = [everything or any(_has(own[n], n, batch, d) for n in outputs) for d in range(len(batch))]
+    differ = [any(_has(own[n], n, batch, d) for n in outputs) for d in range(len(batch))]
+    kept = [everything or each for each in differ]
     lead = tuple(size if keep else 1 for size, keep in zip(batch, kept, strict=True))
-    marker = torch.empty(lead, device="meta").stride()
-    marker = [s if keep else 0 for s, keep in zip(marker, kept, strict=True)]
+    steps = torch.empty(lead, device="meta").stride()
+    marker = [step if keep else 0 for step, keep in zip(steps, kept, strict=True)]
     sizes, walks = collapse_batch(batch, [*strides.values(), marker])
     if len(sizes) > MAX_BATCH_DIMS:
         raise TooManyBatchDimensions
@@ -192,9 +197,15 @@ def kernel_constants(call: GroupCall, settings: LaunchSettings) -> dict[str, Any
         "BLOCK_D": padded(d),
         "BLOCK_DV": padded(dv),
         "COLUMNS": call.spec.columns,
+        "ALIGNED": all(aligned(call.tensors[name]) for name in ROWS if name in call.tensors),
         "CAUSAL": call.causal,
         "SYMMETRIC": call.spec.symmetric,
         "NATURAL": not call.half(),
         "BM": settings.block_m,
         "BN": settings.block_n,
     }
+
+
+def aligned(x: Tensor) -> bool:
+    """Whether every row starts at a multiple of a vector."""
+    return x.data_ptr() % VECTOR_BYTES == 0 and vector_rows(x)

@@ -55,9 +55,9 @@ def flashbias_attention(
         score_bound: what no |scale * q k + bias| exceeds, masks aside, if the caller knows: a hint
             that lets the kernel skip the running maximum. Without a `key_mask`, every row must
             have a key that is not masked by a term. A bound that is wrong makes wrong results.
-        backend: "triton" (the kernels, forward and backward), "sdpa" (factors concatenated on torch's attention,
-            differentiable), "eager" (the reference), or "auto": the kernel where it can run,
-            else sdpa with a warning once per reason.
+        backend: "triton" (the kernels, forward and backward), "sdpa" (factors concatenated on
+            torch's attention, differentiable), "eager" (the reference), or "auto": the kernels
+            where they can run, else sdpa with a warning once per reason.
 
     Returns:
         Tensor of shape (*batch, H, N, Dv) in the dtype of q.

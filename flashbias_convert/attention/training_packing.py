@@ -117,8 +117,8 @@ def _without_gate(term: Term) -> Term:
     if isinstance(term, Diagonal):
         return dataclasses.replace(term, values=term.values * rows, row_scale=None)
     if isinstance(term, Axial):
-        gated = {"rel_h": term.rel_h * rows[..., None], "rel_w": term.rel_w * rows[..., None]}
-        return dataclasses.replace(term, **gated, row_scale=None)
+        rel_h, rel_w = (rel * rows[..., None] for rel in (term.rel_h, term.rel_w))
+        return dataclasses.replace(term, rel_h=rel_h, rel_w=rel_w, row_scale=None)
     return term
 
 

@@ -101,7 +101,7 @@ def _store_columns(ptr, slot, G, g, N, rows, inside, x, SIZE: tl.constexpr, BLOC
 def query_gradients_kernel(
     c, t, out, entries, scale, query_start, region_value, G, kv_group, N, M,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    COLUMNS: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+    COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     BLOCK_KH: tl.constexpr, BLOCK_KW: tl.constexpr,
     CAUSAL: tl.constexpr, COSINE: tl.constexpr, SYMMETRIC: tl.constexpr, NATURAL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
@@ -141,8 +141,8 @@ def query_gradients_kernel(
     for e in tl.range(lower, tl.minimum(lower + entries.per_split, entries.looped)):
         b = batch_entry(entries, kept, e)
         start = first_key(c, b, query_start)
-        q = rows_of(c.q, b, h, safe_rows, inside, D, BLOCK_D)
-        do = rows_of(c.do, b, h, safe_rows, inside, DV, BLOCK_DV)
+        q = rows_of(c.q, b, h, safe_rows, inside, D, BLOCK_D, ALIGNED)
+        do = rows_of(c.do, b, h, safe_rows, inside, DV, BLOCK_DV, ALIGNED)
         lse = tl.load(head(c.lse, b, h) + safe_rows, mask=inside, other=float("inf"))
         delta = tl.load(head(c.delta, b, h) + safe_rows, mask=inside, other=0.0)
         if COLUMNS > 0:
@@ -156,8 +156,8 @@ def query_gradients_kernel(
             in_keys = keys < M
             safe_keys = tl.minimum(keys, M - 1).to(tl.int64)
             j = safe_keys[None, :]
-            k = rows_of(c.k, b, h_kv, safe_keys, in_keys, D, BLOCK_D)
-            v = rows_of(c.v, b, h_kv, safe_keys, in_keys, DV, BLOCK_DV)
+            k = rows_of(c.k, b, h_kv, safe_keys, in_keys, D, BLOCK_D, ALIGNED)
+            v = rows_of(c.v, b, h_kv, safe_keys, in_keys, DV, BLOCK_DV, ALIGNED)
             x = tl.dot(q, tl.trans(k), input_precision="ieee")
             if COLUMNS > 0:
                 phi_k = rows_of(t.phi_k, b, g, safe_keys, in_keys, COLUMNS, COLUMNS)
@@ -203,8 +203,9 @@ def query_gradients_kernel(
         if out.dq is not None:
             d_q = d_q * scale
             if COSINE:
-                d_q = through_length(d_q, rows_of(c.raw_q, b, h, safe_rows, inside, D, BLOCK_D))
-            store_rows(out.dq, b, h, safe_rows, inside, d_q, D, BLOCK_D)
+                raw = rows_of(c.raw_q, b, h, safe_rows, inside, D, BLOCK_D, ALIGNED)
+                d_q = through_length(d_q, raw)
+            store_rows(out.dq, b, h, safe_rows, inside, d_q, D, BLOCK_D, ALIGNED)
 
     if out.scale is not None:
         _store_shared(out.scale, slot, G, g, N, safe_rows, inside, d_scale)
@@ -234,7 +235,7 @@ def query_gradients_kernel(
 def key_gradients_kernel(
     c, t, out, entries, scale, query_start, region_value, G, kv_group, N, M,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
     CAUSAL: tl.constexpr, COSINE: tl.constexpr, SYMMETRIC: tl.constexpr, NATURAL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -268,8 +269,8 @@ def key_gradients_kernel(
     for e in tl.range(lower, tl.minimum(lower + entries.per_split, entries.looped)):
         b = batch_entry(entries, kept, e)
         start = first_key(c, b, query_start)
-        k = rows_of(c.k, b, h_kv, safe_keys, in_keys, D, BLOCK_D)
-        v = rows_of(c.v, b, h_kv, safe_keys, in_keys, DV, BLOCK_DV)
+        k = rows_of(c.k, b, h_kv, safe_keys, in_keys, D, BLOCK_D, ALIGNED)
+        v = rows_of(c.v, b, h_kv, safe_keys, in_keys, DV, BLOCK_DV, ALIGNED)
         if COLUMNS > 0:
             phi_k = rows_of(t.phi_k, b, g, safe_keys, in_keys, COLUMNS, COLUMNS)
         d_k = tl.zeros([BN, BLOCK_D], tl.float32)
@@ -282,8 +283,8 @@ def key_gradients_kernel(
             inside = rows < N
             safe_rows = tl.minimum(rows, N - 1).to(tl.int64)
             i = safe_rows[None, :]
-            q = rows_of(c.q, b, h, safe_rows, inside, D, BLOCK_D)
-            do = rows_of(c.do, b, h, safe_rows, inside, DV, BLOCK_DV)
+            q = rows_of(c.q, b, h, safe_rows, inside, D, BLOCK_D, ALIGNED)
+            do = rows_of(c.do, b, h, safe_rows, inside, DV, BLOCK_DV, ALIGNED)
             lse = tl.load(head(c.lse, b, h) + safe_rows, mask=inside, other=float("inf"))
             delta = tl.load(head(c.delta, b, h) + safe_rows, mask=inside, other=0.0)
             x = tl.dot(k, tl.trans(q), input_precision="ieee")
@@ -312,10 +313,11 @@ def key_gradients_kernel(
         if out.dk is not None:
             d_k = d_k * scale
             if COSINE:
-                d_k = through_length(d_k, rows_of(c.raw_k, b, h_kv, safe_keys, in_keys, D, BLOCK_D))
-            store_rows(out.dk, b, h, safe_keys, in_keys, d_k, D, BLOCK_D)
+                raw = rows_of(c.raw_k, b, h_kv, safe_keys, in_keys, D, BLOCK_D, ALIGNED)
+                d_k = through_length(d_k, raw)
+            store_rows(out.dk, b, h, safe_keys, in_keys, d_k, D, BLOCK_D, ALIGNED)
         if out.dv is not None:
-            store_rows(out.dv, b, h, safe_keys, in_keys, d_v, DV, BLOCK_DV)
+            store_rows(out.dv, b, h, safe_keys, in_keys, d_v, DV, BLOCK_DV, ALIGNED)
 
     if out.phi_k is not None:
         # in half precision the factors of q are divided by the size of the scale

@@ -367,9 +367,8 @@ def attention_kernel(
         lse = tl.log2(total)
         if not BOUNDED:
             lse += tl.where(total == 0.0, 0.0, top) * to_exp2
-        if slopes_ptr is not None:
-            if not SYMMETRIC and alibi_rows_ptr is None:
-                lse -= slope * LOG2E * position
+        if slopes_ptr is not None and not SYMMETRIC and alibi_rows_ptr is None:
+            lse -= slope * LOG2E * position
         lse = tl.where(total == 0.0, float("inf"), lse)
         lse_ptr = _at(lse_ptr, lse_strides, b0, b1, b2) + h.to(tl.int64) * lse_strides[3]
         tl.store(lse_ptr + safe_m * lse_strides[4], lse, mask=in_rows)

@@ -30,7 +30,7 @@ def pair_gradients_kernel(
     c, t, out_ptr, gate_rows, entries, scale, query_start, region_value,
     G, kv_group, N, M, first_row, ROWS,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
     CAUSAL: tl.constexpr, SYMMETRIC: tl.constexpr, NATURAL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -64,8 +64,8 @@ def pair_gradients_kernel(
     for e in tl.range(lower, tl.minimum(lower + entries.per_split, entries.looped)):
         b = batch_entry(entries, kept, e)
         start = first_key(c, b, query_start)
-        q = rows_of(c.q, b, h, safe_rows, inside, D, BLOCK_D)
-        k = rows_of(c.k, b, h_kv, safe_keys, in_keys, D, BLOCK_D)
+        q = rows_of(c.q, b, h, safe_rows, inside, D, BLOCK_D, ALIGNED)
+        k = rows_of(c.k, b, h_kv, safe_keys, in_keys, D, BLOCK_D, ALIGNED)
         x = tl.dot(q, tl.trans(k), input_precision="ieee")
         if COLUMNS > 0:
             phi_q = rows_of(t.phi_q, b, g, safe_rows, inside, COLUMNS, COLUMNS)
@@ -79,8 +79,8 @@ def pair_gradients_kernel(
         lse = tl.load(head(c.lse, b, h) + safe_rows, mask=inside, other=float("inf"))
         delta = tl.load(head(c.delta, b, h) + safe_rows, mask=inside, other=0.0)
         p = tl.exp2(x * LOG2E - lse[:, None])
-        do = rows_of(c.do, b, h, safe_rows, inside, DV, BLOCK_DV)
-        v = rows_of(c.v, b, h_kv, safe_keys, in_keys, DV, BLOCK_DV)
+        do = rows_of(c.do, b, h, safe_rows, inside, DV, BLOCK_DV, ALIGNED)
+        v = rows_of(c.v, b, h_kv, safe_keys, in_keys, DV, BLOCK_DV, ALIGNED)
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         total += gate(p * (dp - delta[:, None]), gate_rows, b, g, i)
 
