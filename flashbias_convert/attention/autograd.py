@@ -35,9 +35,12 @@ def attention_training_op(
     causal: bool,
     cosine: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Attention, and the log-sum-exp of each row to base 2, fp32 (*batch, H, N).
+    """Attention, and the log-sum-exp of each row in two parts, fp32 (*batch, H, N, 2).
 
-    The bias is as packed by `pack_for_training`; other arguments as made by `training_attention`.
+    The parts are what was subtracted from a row's scores before exponentials were taken, in natural
+    units, and one by the sum of these; zero where a row sees no key. One number would lose the
+    differences of a row far from zero. The bias is as packed by `pack_for_training`; other
+    arguments as made by `training_attention`.
     """
     out, lse = empty_output(q, v), _empty_rows(q)
     call = {"q": q, "k": normalize_rows(k) if cosine else k, "v": v, "o": out, "lse": lse}
@@ -62,7 +65,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 
 
 def _empty_rows(q: Tensor) -> Tensor:
-    return q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return q.new_empty((*q.shape[:-1], 2), dtype=torch.float32)
 
 
 @torch.library.custom_op("flashbias_convert::attention_backward", mutates_args=())

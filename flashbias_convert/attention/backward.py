@@ -128,7 +128,7 @@ def _call_tensors(saved: Saved, dout: Tensor, found: dict[str, Tensor]) -> dict[
         if q.shape[-3] != k.shape[-3]:  # one for each query head; added up in the end
             shape = (*q.shape[:-2], *like.shape[-2:])
             tensors[f"d{name}"] = torch.empty(shape, dtype=torch.float32, device=q.device)
-    tensors["delta"] = torch.empty_like(saved.lse)
+    tensors["delta"] = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     with on_device(q.device):
         _row_sums({"q": saved.out, "v": saved.v, "do": dout, "delta": tensors["delta"]})
     return tensors

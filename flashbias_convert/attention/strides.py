@@ -39,7 +39,7 @@ TAILS = {
     "rel_w": 3,
     "axial_rows": 2,
     # of the backward pass
-    "lse": 2,
+    "lse": 3,
     "delta": 2,
     "do": 3,
     "raw_q": 3,

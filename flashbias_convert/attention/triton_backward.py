@@ -1,7 +1,7 @@
 """The Triton kernels of the backward pass, after FlashAttention-2.
 
-Scores are computed again from q, k and the terms; with the log-sum-exp of each row they give the
-weights p, and with delta = sum(out * dout) their gradient ds = p * (dout v^T - delta). One kernel
+Scores are computed again from q, k and the terms; with the log-sum-exp of each row, in two parts,
+they give the weights p, and with delta = sum(out * dout) ds = p * (dout v^T - delta). One kernel
 walks the keys of a block of queries, the other the queries of a block of keys; what depends on
 pairs is in `triton_pairs`. No kernel adds to memory that another program writes: sums over the
 batch run inside a program, in a fixed order, so the same call gives the same bits.
@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 
 from .triton_tiles import (
-    LOG2E,
     add_terms,
     alibi_tile,
     batch_entry,
@@ -28,11 +27,13 @@ from .triton_tiles import (
     lookup_tile,
     parts_of_scale,
     region_tile,
+    row_sums,
     rows_of,
     scores,
     store_rows,
     table_tile,
     through_length,
+    weights,
 )
 
 
@@ -143,8 +144,8 @@ def query_gradients_kernel(
         start = first_key(c, b, query_start)
         q = rows_of(c.q, b, h, safe_rows, inside, D, BLOCK_D, ALIGNED)
         do = rows_of(c.do, b, h, safe_rows, inside, DV, BLOCK_DV, ALIGNED)
-        lse = tl.load(head(c.lse, b, h) + safe_rows, mask=inside, other=float("inf"))
-        delta = tl.load(head(c.delta, b, h) + safe_rows, mask=inside, other=0.0)
+        level, share, delta = row_sums(c, b, h, safe_rows, inside)
+        phi_q = 0.0
         if COLUMNS > 0:
             phi_q = rows_of(t.phi_q, b, g, safe_rows, inside, COLUMNS, COLUMNS)
         d_q = tl.zeros([BM, BLOCK_D], tl.float32)
@@ -158,16 +159,14 @@ def query_gradients_kernel(
             j = safe_keys[None, :]
             k = rows_of(c.k, b, h_kv, safe_keys, in_keys, D, BLOCK_D, ALIGNED)
             v = rows_of(c.v, b, h_kv, safe_keys, in_keys, DV, BLOCK_DV, ALIGNED)
-            x = tl.dot(q, tl.trans(k), input_precision="ieee")
+            qk = tl.dot(q, tl.trans(k), input_precision="ieee")
+            phi_k = 0.0
             if COLUMNS > 0:
                 phi_k = rows_of(t.phi_k, b, g, safe_keys, in_keys, COLUMNS, COLUMNS)
-                factors = tl.dot(phi_q, tl.trans(phi_k), input_precision="ieee")
-            else:
-                factors = 0.0
-            x = scores(x, factors, scale, size, COLUMNS, NATURAL)
+            x = scores(qk, phi_q, phi_k, scale, size, COLUMNS, NATURAL)
             x = add_terms(x, t, b, g, i, j, start, region_value, SYMMETRIC)
             x = hide(x, c, b, rows[:, None], keys[None, :], j, start, M, CAUSAL)
-            p = tl.exp2(x * LOG2E - lse[:, None])
+            p = weights(x, level[:, None], share[:, None])
             dp = tl.dot(do, tl.trans(v), input_precision="ieee")
             ds = p * (dp - delta[:, None])
 
@@ -175,6 +174,8 @@ def query_gradients_kernel(
             d_q = tl.dot(short, k.to(GRAD), d_q, input_precision="ieee")
             if out.phi_q is not None:
                 d_phi = tl.dot(short, phi_k.to(GRAD), d_phi, input_precision="ieee")
+            if out.scale is not None:
+                d_scale += tl.sum(ds * qk, 1)
             if out.key_bias_rows is not None:
                 d_key += tl.sum(ds * key_tile(t, b, g, j), 1)
             if out.alibi_rows is not None:
@@ -198,8 +199,6 @@ def query_gradients_kernel(
                 y = tl.load(t.axial_x + safe_keys)[:, None] == tl.arange(0, BLOCK_KW)[None, :]
                 d_wide = tl.dot(short, y.to(GRAD), d_wide, input_precision="ieee")
 
-        if out.scale is not None:
-            d_scale += tl.sum(q.to(tl.float32) * d_q, 1)
         if out.dq is not None:
             d_q = d_q * scale
             if COSINE:
@@ -271,6 +270,7 @@ def key_gradients_kernel(
         start = first_key(c, b, query_start)
         k = rows_of(c.k, b, h_kv, safe_keys, in_keys, D, BLOCK_D, ALIGNED)
         v = rows_of(c.v, b, h_kv, safe_keys, in_keys, DV, BLOCK_DV, ALIGNED)
+        phi_k = 0.0
         if COLUMNS > 0:
             phi_k = rows_of(t.phi_k, b, g, safe_keys, in_keys, COLUMNS, COLUMNS)
         d_k = tl.zeros([BN, BLOCK_D], tl.float32)
@@ -285,18 +285,15 @@ def key_gradients_kernel(
             i = safe_rows[None, :]
             q = rows_of(c.q, b, h, safe_rows, inside, D, BLOCK_D, ALIGNED)
             do = rows_of(c.do, b, h, safe_rows, inside, DV, BLOCK_DV, ALIGNED)
-            lse = tl.load(head(c.lse, b, h) + safe_rows, mask=inside, other=float("inf"))
-            delta = tl.load(head(c.delta, b, h) + safe_rows, mask=inside, other=0.0)
+            level, share, delta = row_sums(c, b, h, safe_rows, inside)
             x = tl.dot(k, tl.trans(q), input_precision="ieee")
+            phi_q = 0.0
             if COLUMNS > 0:
                 phi_q = rows_of(t.phi_q, b, g, safe_rows, inside, COLUMNS, COLUMNS)
-                factors = tl.dot(phi_k, tl.trans(phi_q), input_precision="ieee")
-            else:
-                factors = 0.0
-            x = scores(x, factors, scale, size, COLUMNS, NATURAL)
+            x = scores(x, phi_k, phi_q, scale, size, COLUMNS, NATURAL)
             x = add_terms(x, t, b, g, i, j, start, region_value, SYMMETRIC)
             x = hide(x, c, b, rows[None, :], keys[:, None], j, start, M, CAUSAL)
-            p = tl.exp2(x * LOG2E - lse[None, :])
+            p = weights(x, level[None, :], share[None, :])
             d_v = tl.dot(p.to(GRAD), do, d_v, input_precision="ieee")
             dp = tl.dot(v, tl.trans(do), input_precision="ieee")
             ds = p * (dp - delta[None, :])

@@ -12,16 +12,16 @@ import triton
 import triton.language as tl
 
 from .triton_tiles import (
-    LOG2E,
     add_terms,
     batch_entry,
     first_key,
     gate,
-    head,
     hide,
     parts_of_scale,
+    row_sums,
     rows_of,
     scores,
+    weights,
 )
 
 
@@ -67,18 +67,15 @@ def pair_gradients_kernel(
         q = rows_of(c.q, b, h, safe_rows, inside, D, BLOCK_D, ALIGNED)
         k = rows_of(c.k, b, h_kv, safe_keys, in_keys, D, BLOCK_D, ALIGNED)
         x = tl.dot(q, tl.trans(k), input_precision="ieee")
+        phi_q, phi_k = 0.0, 0.0
         if COLUMNS > 0:
             phi_q = rows_of(t.phi_q, b, g, safe_rows, inside, COLUMNS, COLUMNS)
             phi_k = rows_of(t.phi_k, b, g, safe_keys, in_keys, COLUMNS, COLUMNS)
-            factors = tl.dot(phi_q, tl.trans(phi_k), input_precision="ieee")
-        else:
-            factors = 0.0
-        x = scores(x, factors, scale, size, COLUMNS, NATURAL)
+        x = scores(x, phi_q, phi_k, scale, size, COLUMNS, NATURAL)
         x = add_terms(x, t, b, g, i, j, start, region_value, SYMMETRIC)
         x = hide(x, c, b, rows[:, None], keys[None, :], j, start, M, CAUSAL)
-        lse = tl.load(head(c.lse, b, h) + safe_rows, mask=inside, other=float("inf"))
-        delta = tl.load(head(c.delta, b, h) + safe_rows, mask=inside, other=0.0)
-        p = tl.exp2(x * LOG2E - lse[:, None])
+        level, share, delta = row_sums(c, b, h, safe_rows, inside)
+        p = weights(x, level[:, None], share[:, None])
         do = rows_of(c.do, b, h, safe_rows, inside, DV, BLOCK_DV, ALIGNED)
         v = rows_of(c.v, b, h_kv, safe_keys, in_keys, DV, BLOCK_DV, ALIGNED)
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")

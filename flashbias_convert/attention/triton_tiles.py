@@ -176,14 +176,17 @@ def parts_of_scale(c, scale, h):
 
 
 @triton.jit
-def scores(qk, factors, scale, size, COLUMNS: tl.constexpr, NATURAL: tl.constexpr):
-    """scale * q k + phi_q phi_k; in fp32 factors are not divided by the scale's size."""
+def scores(qk, left, right, scale, size, COLUMNS: tl.constexpr, NATURAL: tl.constexpr):
+    """scale * q k + phi_q phi_k, summed in the order of the forward pass.
+
+    In fp32 factors are not divided by the scale's size.
+    """
     if COLUMNS == 0:
         return qk * scale
     elif NATURAL:
-        return qk * scale + factors
+        return tl.dot(left, tl.trans(right), qk * scale, input_precision="ieee")
     else:
-        return (qk * (scale / size) + factors) * size
+        return tl.dot(left, tl.trans(right), qk * (scale / size), input_precision="ieee") * size
 
 
 @triton.jit
@@ -280,6 +283,22 @@ def hide(x, c, b, rows, keys, j, start, M, CAUSAL: tl.constexpr):
         visible = tl.load(at(c.key_mask, b) + j * c.key_mask.strides[3])
         x = tl.where(visible != 0, x, float("-inf"))
     return x
+
+
+@triton.jit
+def row_sums(c, b, h, rows, inside):
+    """Level and share of some rows, see `weights`, and delta."""
+    at_rows = head(c.lse, b, h) + rows * c.lse.strides[4]
+    level = tl.load(at_rows, mask=inside, other=float("inf"))
+    share = tl.load(at_rows + c.lse.strides[5], mask=inside, other=0.0)
+    delta = tl.load(head(c.delta, b, h) + rows * c.delta.strides[4], mask=inside, other=0.0)
+    return level, share, delta
+
+
+@triton.jit
+def weights(x, level, share):
+    """Softmax again, from the same differences as in the forward pass."""
+    return tl.exp2((x - level) * LOG2E) * share
 
 
 @triton.jit

@@ -63,12 +63,74 @@ def of_backend(name: str) -> Attention:
     )
 
 
+class Recomputed(torch.autograd.Function):
+    """Attention whose backward pass computes the scores again, as linear memory demands.
+
+    The textbook form (Dao, 2023, algorithm 2) in torch: scores and sums are fp32, outputs and
+    factors of products are rounded to the dtype of q. Nothing of it is tiled.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, bias: Any, visible: Any, scale: Any) -> Tensor:
+        scores = (q.float() @ k.float().mT) * scale + bias
+        scores = scores.masked_fill(~visible, float("-inf"))
+        lse = scores.logsumexp(-1)
+        out = (torch.exp(scores - lse[..., None]).nan_to_num(0.0).to(q.dtype) @ v).to(q.dtype)
+        ctx.save_for_backward(q, k, v, bias, visible, out, lse)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        q, k, v, bias, visible, out, lse = ctx.saved_tensors
+        scale, dtype = ctx.scale, q.dtype
+        delta = (out.float() * dout.float()).sum(-1)
+        across = k.float() @ q.float().mT
+        scores = across * (scale.mT if isinstance(scale, Tensor) else scale) + bias.mT
+        p = torch.exp(scores.masked_fill(~visible.mT, float("-inf")) - lse[..., None, :])
+        p = p.nan_to_num(0.0)
+        ds = p * (v.float() @ dout.float().mT - delta[..., None, :])
+        short = ds.to(dtype).float()
+        dq, dk = (short.mT @ k.float()) * scale, (short @ q.float()) * scale
+        dscale = None
+        if isinstance(scale, Tensor):
+            dscale = (ds * across).mT.sum((-1, -2), keepdim=True)
+            dscale = dscale.sum_to_size(scale.shape)
+        dv = p.to(dtype).float() @ dout.float()
+        dbias = ds.mT.sum_to_size(bias.shape)
+        return dq.to(dtype), dk.to(dtype), dv.to(dtype), dbias, None, dscale
+
+
+def recomputed(x: Inputs) -> Attention:
+    """Plain attention around `Recomputed`; options as for `plain_of`."""
+
+    def attention(q: Any, k: Any, v: Any, own: Any, options: Mapping[str, Any]) -> Tensor:
+        groups = q.shape[-3] // k.shape[-3]
+        k, v = (t.repeat_interleave(groups, -3) for t in (k, v))
+        scale = options.get("scale")
+        if options.get("cosine"):
+            q, k = (torch.nn.functional.normalize(t.float(), dim=-1).to(t.dtype) for t in (q, k))
+        elif scale is None:
+            scale = q.shape[-1] ** -0.5
+        scale = scale[:, None, None] if isinstance(scale, Tensor) else scale
+        bias = torch.zeros(x.heads, x.n, x.m, device=x.device)
+        bias = bias if own is None else own.dense(x.n, x.m)
+        visible = torch.ones(x.n, x.m, dtype=torch.bool, device=x.device)
+        visible = visible.tril(x.m - x.n) if options.get("causal") else visible
+        if options.get("key_mask") is not None:
+            visible = visible & options["key_mask"][..., None, None, :]
+        return Recomputed.apply(q, k, v, bias, visible, scale)
+
+    return attention
+
+
 def plain_gradients(
     x: Inputs, bias: ScoreBias | None, truth: Gradients, **options: Any
 ) -> Gradients:
-    """Gradients of plain attention in the dtype of the inputs, the worst of three; see `plain_of`.
+    """Gradients of plain attention in the dtype of the inputs, the worst of four; see `plain_of`.
 
-    The bias is a dense matrix that torch differentiates back to the terms.
+    The bias is a dense matrix that torch differentiates back to the terms. The fourth is
+    `Recomputed`: what linear memory costs in precision, whoever computes it.
     """
 
     def plain(order: Tensor, fused: bool) -> Gradients:
@@ -81,6 +143,7 @@ def plain_gradients(
 
     keys = torch.arange(x.m, device=x.device)
     each = [plain(keys, False), plain(keys.flip(0), False), plain(keys, True)]
+    each.append(gradients(x, bias, recomputed(x), **options))
 
     def error(name: str, found: Gradients) -> float:
         return float((found[name].double() - truth[name]).abs().nan_to_num(0).max())

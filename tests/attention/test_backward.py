@@ -107,7 +107,7 @@ def test_what_heads_and_rows_share(kernel: str, device: torch.device) -> None:
 
 def test_more_batch_dimensions_than_the_kernels_walk(kernel: str, device: torch.device) -> None:
     x = Inputs(device, batch=(2, 1, 2, 2, 2), n=5, heads=1)
-    terms = (x.dense(batch=(2, 1, 2, 1, 2)), x.low_rank(2, batch=(1, 1, 2, 1, 1, 1)))
+    terms = (x.dense(batch=(2, 1, 2, 1, 2)), x.low_rank(2, batch=(1, 1, 2, 1, 1)))
     check(x, x.bias(*terms), kernel, scale=torch.ones(1, device=device))
 
 
@@ -142,7 +142,9 @@ def test_strides_of_inputs_and_gradients(kernel: str, device: torch.device) -> N
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
         out = flashbias_attention(*leaves, x.bias(x.table(5)), backend=kernel)
         weight = torch.linspace(-1, 1, out.shape[-1], device=device)
-        return list(torch.autograd.grad((out * 1).transpose(1, 2), leaves, weight.expand(2, 17, 2, 24)))
+        return list(
+            torch.autograd.grad((out * 1).transpose(1, 2), leaves, weight.expand(2, 17, 2, 24))
+        )
 
     x.generator.manual_seed(3)
     expected = run(x.q, x.k, x.v)
@@ -212,7 +214,7 @@ def test_a_second_derivative_is_refused(kernel: str, device: torch.device) -> No
     q = x.q.requires_grad_()
     out = flashbias_attention(q, x.k, x.v, backend=kernel)
     (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative.*backend='eager'"):
+    with pytest.raises(RuntimeError, match=r"no second derivative.*backend='eager'"):
         first.sum().backward()
 
 
