@@ -71,7 +71,7 @@ def backward_settings(kernel: str, *, d: int, dv: int, columns: int, half: bool)
         return LaunchSettings(16 if width > 64 else 32, 16 if width > 64 else 32, 4, 1)
     if width > 128 or columns > 64:
         return LaunchSettings(32, 32, 4, 1)
-    if width <= 64:
+    if width <= 64 and columns <= 32:
         return LaunchSettings(64, 64, 4, 2)
     # 64 rows of what is accumulated are the fewest of a wide tensor-core instruction
     return LaunchSettings(32, 64, 4, 2) if kernel == "keys" else LaunchSettings(64, 32, 4, 2)

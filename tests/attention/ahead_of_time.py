@@ -101,17 +101,24 @@ def compile_attention(
 
 
 def compile_training(
-    q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias | None = None, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: ScoreBias | None = None,
+    *,
+    forward: bool = True,
+    **options: Any,
 ) -> list[Compiled]:
     """Compile what a call and its backward pass would launch, in order.
 
     Args:
         q, k, v: tensors on the CPU that ask for gradients; their values do not matter.
+        forward: compile the forward kernel, too.
         bias, options: as for `flashbias_attention`.
     """
     call: dict[str, Any] = {"scale": None, "causal": False, "query_start": None, "key_mask": None}
     args = check_arguments(q, k, v, **{**call, "cosine": False, **options})
-    with _recording() as compiled:
+    with _recording(forward) as compiled:
         out = training_attention(q, k, v, None if bias is None else PreparedBias(bias), args)
         out.backward(torch.zeros_like(out))
     return compiled
@@ -126,13 +133,13 @@ def compile_normalize_rows(x: Tensor) -> Compiled:
 
 
 @contextmanager
-def _recording() -> Iterator[list[Compiled]]:
+def _recording(with_forward: bool = True) -> Iterator[list[Compiled]]:
     compiled: list[Compiled] = []
     attention = triton_forward.attention_kernel
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(driver, "_active", _AbsentCard()))
         stack.enter_context(mock.patch.object(launch, "_PLANS", {}))
-        forward = _Recorder(attention, compiled)
+        forward = _Recorder(attention, compiled if with_forward else None)
         stack.enter_context(mock.patch.object(launch, "_kernel", lambda: forward))
         for module, name in KERNELS:
             recorder = _Recorder(getattr(module, name), compiled)
@@ -152,14 +159,16 @@ KERNELS = (
 
 
 class _Recorder:
-    """Stands in for a kernel: launching it compiles it and notes the result."""
+    """Stands in for a kernel: launching it compiles it and notes the result, if there is a list."""
 
-    def __init__(self, kernel: Any, compiled: list[Compiled]) -> None:
+    def __init__(self, kernel: Any, compiled: list[Compiled] | None) -> None:
         self.kernel, self.compiled = kernel, compiled
         self.arg_names: list[str] = kernel.arg_names
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         def launched(*args: Any, **kwargs: Any) -> Any:
+            if self.compiled is None:
+                return None
             made = self.kernel.warmup(*args, grid=grid, **kwargs)
             values = dict(zip(self.arg_names, args, strict=False)) | kwargs
             constants = {n: v for n, v in values.items() if n.isupper() and isinstance(v, int)}
