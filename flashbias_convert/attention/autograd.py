@@ -125,13 +125,12 @@ def _(
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, bias_tensors, spec, scale, head_scale, key_mask, start, starts, *flags = inputs
     ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(q, k, v, *output, head_scale, key_mask, starts, *bias_tensors)
     ctx.numbers = (spec, scale, start, *flags)
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    if dlse is not None:
-        raise RuntimeError("the log-sum-exp of flashbias_convert's attention has no gradient")
+def _backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
     needs = ctx.needs_input_grad
     wanted = [*needs[:3], needs[6], *needs[3]]
     rest = (None,) * 5
