@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -160,7 +161,7 @@ def main() -> None:
                     step(attention, qkv, own, dout)
                     peak = (torch.cuda.max_memory_allocated() - before) / 2**20
                     middle, low, high = triton.testing.do_bench(
-                        lambda attention=attention, own=own: step(attention, qkv, own, dout),
+                        partial(step, attention, qkv, own, dout),
                         warmup=50,
                         rep=200,
                         quantiles=[0.5, 0.2, 0.8],

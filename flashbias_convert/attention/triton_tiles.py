@@ -126,7 +126,7 @@ def cells(walk, b, h, rows, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
     ALIGNED says that rows begin at multiples of 16 bytes; the compiler sees that of strides that
     are multiples of 16 only, and would read rows of 40 or 72 numbers one by one.
     """
-    columns = tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK).to(tl.int64)
     start = head(walk, b, h)
     step = walk.strides[4]
     if ALIGNED:

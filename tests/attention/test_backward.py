@@ -148,6 +148,15 @@ def test_query_start_per_batch_entry(kernel: str, device: torch.device) -> None:
         assert (found - truth[name]).abs().max() < allowed
 
 
+def test_a_row_of_minus_infinity(kernel: str, device: torch.device) -> None:
+    """Nothing is attended to, so nothing has an influence; NaN would spread to every key."""
+    x = Inputs(device, n=7)
+    values = x.dense().bias
+    values[:, 2] = float("-inf")
+    values[0, 3, :5] = float("-inf")
+    check(x, x.bias(Dense(bias=values)), kernel)
+
+
 def test_strides_of_inputs_and_gradients(kernel: str, device: torch.device) -> None:
     """Other layouts change nothing, expanded gradients of the output among them."""
     x = Inputs(device, n=17, d=24)
