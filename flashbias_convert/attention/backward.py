@@ -12,25 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .backward_launch import (
-    GroupCall,
-    TooManyBatchDimensions,
-    kernel_arguments,
-    kernel_constants,
-    share,
-)
+from .backward_launch import GroupCall, TooManyBatchDimensions, share
 from .backward_pairs import pair_gradients
+from .backward_rows import key_gradients, query_gradients
 from .launch import normalize_rows, on_device, padded
 from .packing import parse_spec
 from .strides import TAILS, batch_entry
 from .training_packing import factor_gradients, rounded
-
-#: Tensors whose gradients are sums over keys, and over queries.
-OF_QUERIES = (
-    "phi_q", "key_bias_rows", "alibi_rows", "table_rows", "region_rows", "dense_rows",
-    "lookup_rows", "diagonal", "rel_h", "rel_w",
-)  # fmt: skip
-OF_KEYS = ("phi_k", "key_bias")
 
 
 @dataclass(frozen=True)
@@ -182,8 +170,7 @@ def group_gradients(call: GroupCall, wanted: Collection[str]) -> dict[str, Tenso
     if call.tensors["do"].numel() == 0 or call.tensors["q"].numel() == 0:
         return _no_gradients(call, wanted)
     try:
-        found = _query_side(call, [n for n in (*OF_QUERIES, "scale") if n in wanted])
-        found |= _key_side(call, [n for n in OF_KEYS if n in wanted])
+        found = query_gradients(call, wanted) | key_gradients(call, wanted)
         return found | pair_gradients(call, wanted)
     except TooManyBatchDimensions:
         return _by_slices(call, wanted)
@@ -218,60 +205,3 @@ def _by_slices(call: GroupCall, wanted: Collection[str]) -> dict[str, Tensor]:
         else:
             found[name] = each.sum(0).reshape(tensor.shape)
     return found
-
-
-def _query_side(call: GroupCall, wanted: Sequence[str]) -> dict[str, Tensor]:
-    from .triton_backward import QueryGradients, query_gradients_kernel
-
-    if not wanted and "dq" not in call.tensors:
-        return {}
-    n, *_ = call.sizes()
-    settings = call.settings("queries")
-    programs = -(-n // settings.block_m) * call.heads
-    shares = share(call, programs, [x for x in wanted if x != "scale"], not wanted)
-    columns = {name: _columns(call, name) for name in wanted}
-    buffers = {
-        name: shares.buffer(call.heads, n, *columns[name], like=call.tensors["q"])
-        for name in wanted
-    }
-    high, wide = (columns.get(name, (1,))[0] for name in ("rel_h", "rel_w"))
-    out = QueryGradients(dq=shares.walks.get("dq"), **buffers)
-    query_gradients_kernel[(programs * shares.slots,)](
-        *kernel_arguments(call, shares, out),
-        KH=high, KW=wide, BLOCK_KH=padded(high), BLOCK_KW=padded(wide),
-        **kernel_constants(call, settings), COSINE=call.cosine,
-        num_warps=settings.num_warps, num_stages=settings.num_stages,
-    )  # fmt: skip
-    return {name: shares.total(buffers[name], _shape(call, name)) for name in wanted}
-
-
-def _key_side(call: GroupCall, wanted: Sequence[str]) -> dict[str, Tensor]:
-    from .triton_backward import KeyGradients, key_gradients_kernel
-
-    if not wanted and not {"dk", "dv"} & set(call.tensors):
-        return {}
-    _, m, _, _ = call.sizes()
-    settings = call.settings("keys")
-    programs = -(-m // settings.block_n) * call.heads
-    shares = share(call, programs, wanted, not wanted)
-    buffers = {
-        name: shares.buffer(call.heads, m, *_columns(call, name), like=call.tensors["q"])
-        for name in wanted
-    }
-    out = KeyGradients(dk=shares.walks.get("dk"), dv=shares.walks.get("dv"), **buffers)
-    key_gradients_kernel[(programs * shares.slots,)](
-        *kernel_arguments(call, shares, out),
-        **kernel_constants(call, settings), COSINE=call.cosine,
-        num_warps=settings.num_warps, num_stages=settings.num_stages,
-    )  # fmt: skip
-    return {name: shares.total(buffers[name], _shape(call, name)) for name in wanted}
-
-
-def _columns(call: GroupCall, name: str) -> tuple[int, ...]:
-    """Sizes that follow the rows of a gradient."""
-    return tuple(call.tensors[name].shape[-1:]) if TAILS.get(name) == 3 else ()
-
-
-def _shape(call: GroupCall, name: str) -> tuple[int, ...]:
-    """The shape of a gradient."""
-    return (call.heads, 1) if name == "scale" else tuple(call.tensors[name].shape)

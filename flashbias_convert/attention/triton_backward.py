@@ -1,10 +1,10 @@
 """The Triton kernels of the backward pass, after FlashAttention-2.
 
 Scores are computed again from q, k and the terms; with the log-sum-exp of each row, in two parts,
-they give the weights p, and with delta = sum(out * dout) ds = p * (dout v^T - delta). One kernel
-walks the keys of a block of queries, the other the queries of a block of keys; what depends on
-pairs is in `triton_pairs`. No kernel adds to memory that another program writes: sums over the
-batch run inside a program, in a fixed order, so the same call gives the same bits.
+they give the weights p, and with delta = sum(out * dout) ds = p * (dout v^T - delta). The kernel
+here walks the keys of a block of queries, that of `triton_keys` the queries of a block of keys;
+what depends on pairs is in `triton_pairs`. No kernel adds to memory that another program writes:
+sums over the batch run inside a program, in a fixed order, so the same call gives the same bits.
 """
 
 # mypy: ignore-errors
@@ -15,23 +15,27 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .triton_tiles import (
+from .triton_terms import (
     add_terms,
     alibi_tile,
-    batch_entry,
     dense_tile,
+    key_tile,
+    lookup_tile,
+    region_tile,
+    table_tile,
+)
+from .triton_tiles import (
+    batch_entry,
     first_key,
     head,
     hide,
-    key_tile,
-    lookup_tile,
     parts_of_scale,
-    region_tile,
     row_sums,
     rows_of,
     scores,
+    store_columns,
     store_rows,
-    table_tile,
+    store_shared,
     through_length,
     weights,
 )
@@ -57,15 +61,6 @@ class QueryGradients(NamedTuple):
     rel_w: Any = None
 
 
-class KeyGradients(NamedTuple):
-    """Where `key_gradients_kernel` writes; dk and dv have the heads of q. See `QueryGradients`."""
-
-    dk: Any = None
-    dv: Any = None
-    phi_k: Any = None
-    key_bias: Any = None
-
-
 @triton.jit
 def delta_kernel(
     o, do, delta, entries, H, N,
@@ -81,21 +76,6 @@ def delta_kernel(
     left = rows_of(o, b, h, rows, inside, DV, BLOCK_DV).to(tl.float32)
     right = rows_of(do, b, h, rows, inside, DV, BLOCK_DV).to(tl.float32)
     tl.store(head(delta, b, h) + rows * delta.strides[4], tl.sum(left * right, 1), mask=inside)
-
-
-@triton.jit
-def _store_shared(ptr, slot, G, g, N, rows, inside, x):
-    """One number per row, into (slots, G, N)."""
-    tl.store(ptr + (slot.to(tl.int64) * G + g) * N + rows, x, mask=inside)
-
-
-@triton.jit
-def _store_columns(ptr, slot, G, g, N, rows, inside, x, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """A row of columns each, into (slots, G, N, SIZE)."""
-    columns = tl.arange(0, BLOCK)
-    ptr += (slot.to(tl.int64) * G + g) * N * SIZE
-    mask = inside[:, None] & (columns < SIZE)[None, :]
-    tl.store(ptr + rows[:, None] * SIZE + columns[None, :], x, mask=mask)
 
 
 @triton.jit(do_not_specialize=["query_start"])
@@ -207,118 +187,24 @@ def query_gradients_kernel(
             store_rows(out.dq, b, h, safe_rows, inside, d_q, D, BLOCK_D, ALIGNED)
 
     if out.scale is not None:
-        _store_shared(out.scale, slot, G, g, N, safe_rows, inside, d_scale)
+        store_shared(out.scale, slot, G, g, N, safe_rows, inside, d_scale)
     if out.phi_q is not None:
-        _store_columns(out.phi_q, slot, G, g, N, safe_rows, inside, d_phi, COLUMNS, COLUMNS)
+        store_columns(out.phi_q, slot, G, g, N, safe_rows, inside, d_phi, COLUMNS, COLUMNS)
     if out.key_bias_rows is not None:
-        _store_shared(out.key_bias_rows, slot, G, g, N, safe_rows, inside, d_key)
+        store_shared(out.key_bias_rows, slot, G, g, N, safe_rows, inside, d_key)
     if out.alibi_rows is not None:
-        _store_shared(out.alibi_rows, slot, G, g, N, safe_rows, inside, d_alibi)
+        store_shared(out.alibi_rows, slot, G, g, N, safe_rows, inside, d_alibi)
     if out.table_rows is not None:
-        _store_shared(out.table_rows, slot, G, g, N, safe_rows, inside, d_table)
+        store_shared(out.table_rows, slot, G, g, N, safe_rows, inside, d_table)
     if out.region_rows is not None:
-        _store_shared(out.region_rows, slot, G, g, N, safe_rows, inside, d_region)
+        store_shared(out.region_rows, slot, G, g, N, safe_rows, inside, d_region)
     if out.dense_rows is not None:
-        _store_shared(out.dense_rows, slot, G, g, N, safe_rows, inside, d_dense)
+        store_shared(out.dense_rows, slot, G, g, N, safe_rows, inside, d_dense)
     if out.lookup_rows is not None:
-        _store_shared(out.lookup_rows, slot, G, g, N, safe_rows, inside, d_lookup)
+        store_shared(out.lookup_rows, slot, G, g, N, safe_rows, inside, d_lookup)
     if out.diagonal is not None:
-        _store_shared(out.diagonal, slot, G, g, N, safe_rows, inside, d_diagonal)
+        store_shared(out.diagonal, slot, G, g, N, safe_rows, inside, d_diagonal)
     if out.rel_h is not None:
-        _store_columns(out.rel_h, slot, G, g, N, safe_rows, inside, d_high, KH, BLOCK_KH)
+        store_columns(out.rel_h, slot, G, g, N, safe_rows, inside, d_high, KH, BLOCK_KH)
     if out.rel_w is not None:
-        _store_columns(out.rel_w, slot, G, g, N, safe_rows, inside, d_wide, KW, BLOCK_KW)
-
-
-@triton.jit(do_not_specialize=["query_start"])
-def key_gradients_kernel(
-    c, t, out, entries, scale, query_start, region_value, G, kv_group, N, M,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
-    CAUSAL: tl.constexpr, COSINE: tl.constexpr, SYMMETRIC: tl.constexpr, NATURAL: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """dk and dv by query head, and the gradients of what belongs to keys.
-
-    A program has one block of keys. Tiles are transposed, (BN, BM), so that weights enter the
-    products as they are.
-    """
-    blocks = tl.cdiv(M, BN)
-    pid = tl.program_id(0)
-    first = pid % blocks * BN
-    g = (pid // blocks) % G
-    slot = pid // blocks // G
-    kept = slot % entries.kept
-    h = g
-    if t.heads is not None:
-        h = tl.load(t.heads + g)
-    h_kv = h // kv_group
-    scale, size = parts_of_scale(c, scale, h)
-    GRAD: tl.constexpr = c.do.ptr.dtype.element_ty
-
-    keys = first + tl.arange(0, BN)
-    in_keys = keys < M
-    safe_keys = tl.minimum(keys, M - 1).to(tl.int64)
-    j = safe_keys[:, None]
-
-    d_phi = tl.zeros([BN, COLUMNS if COLUMNS > 0 else 16], tl.float32)
-    d_bias = tl.zeros([BN], tl.float32)
-
-    lower = slot // entries.kept * entries.per_split
-    for e in tl.range(lower, tl.minimum(lower + entries.per_split, entries.looped)):
-        b = batch_entry(entries, kept, e)
-        start = first_key(c, b, query_start)
-        k = rows_of(c.k, b, h_kv, safe_keys, in_keys, D, BLOCK_D, ALIGNED)
-        v = rows_of(c.v, b, h_kv, safe_keys, in_keys, DV, BLOCK_DV, ALIGNED)
-        phi_k = 0.0
-        if COLUMNS > 0:
-            phi_k = rows_of(t.phi_k, b, g, safe_keys, in_keys, COLUMNS, COLUMNS)
-        d_k = tl.zeros([BN, BLOCK_D], tl.float32)
-        d_v = tl.zeros([BN, BLOCK_DV], tl.float32)
-        begin = 0
-        if CAUSAL:  # earlier queries see none of these keys
-            begin = tl.maximum(first - start, 0) // BM * BM
-        for s in tl.range(begin, N, BM):
-            rows = s + tl.arange(0, BM)
-            inside = rows < N
-            safe_rows = tl.minimum(rows, N - 1).to(tl.int64)
-            i = safe_rows[None, :]
-            q = rows_of(c.q, b, h, safe_rows, inside, D, BLOCK_D, ALIGNED)
-            do = rows_of(c.do, b, h, safe_rows, inside, DV, BLOCK_DV, ALIGNED)
-            level, share, delta = row_sums(c, b, h, safe_rows, inside)
-            x = tl.dot(k, tl.trans(q), input_precision="ieee")
-            phi_q = 0.0
-            if COLUMNS > 0:
-                phi_q = rows_of(t.phi_q, b, g, safe_rows, inside, COLUMNS, COLUMNS)
-            x = scores(x, phi_k, phi_q, scale, size, COLUMNS, NATURAL)
-            x = add_terms(x, t, b, g, i, j, start, region_value, SYMMETRIC)
-            x = hide(x, c, b, rows[None, :], keys[:, None], j, start, M, CAUSAL)
-            p = weights(x, level[None, :], share[None, :])
-            d_v = tl.dot(p.to(GRAD), do, d_v, input_precision="ieee")
-            dp = tl.dot(v, tl.trans(do), input_precision="ieee")
-            ds = p * (dp - delta[None, :])
-            short = ds.to(GRAD)
-            d_k = tl.dot(short, q.to(GRAD), d_k, input_precision="ieee")
-            if out.phi_k is not None:
-                d_phi = tl.dot(short, phi_q.to(GRAD), d_phi, input_precision="ieee")
-            if out.key_bias is not None:
-                if t.key_bias_rows is not None:
-                    where = i * t.key_bias_rows.strides[4]
-                    ds = ds * tl.load(head(t.key_bias_rows, b, g) + where)
-                d_bias += tl.sum(ds, 1)
-
-        if out.dk is not None:
-            d_k = d_k * scale
-            if COSINE:
-                raw = rows_of(c.raw_k, b, h_kv, safe_keys, in_keys, D, BLOCK_D, ALIGNED)
-                d_k = through_length(d_k, raw)
-            store_rows(out.dk, b, h, safe_keys, in_keys, d_k, D, BLOCK_D, ALIGNED)
-        if out.dv is not None:
-            store_rows(out.dv, b, h, safe_keys, in_keys, d_v, DV, BLOCK_DV, ALIGNED)
-
-    if out.phi_k is not None:
-        # in half precision the factors of q are divided by the size of the scale
-        d_phi = d_phi if NATURAL else d_phi * size
-        _store_columns(out.phi_k, slot, G, g, M, safe_keys, in_keys, d_phi, COLUMNS, COLUMNS)
-    if out.key_bias is not None:
-        _store_shared(out.key_bias, slot, G, g, M, safe_keys, in_keys, d_bias)
+        store_columns(out.rel_w, slot, G, g, N, safe_rows, inside, d_wide, KW, BLOCK_KW)

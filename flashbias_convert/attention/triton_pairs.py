@@ -11,11 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .triton_terms import add_terms, gate
 from .triton_tiles import (
-    add_terms,
     batch_entry,
     first_key,
-    gate,
     hide,
     parts_of_scale,
     row_sums,

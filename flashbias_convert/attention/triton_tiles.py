@@ -1,9 +1,9 @@
-"""Device functions that the backward kernels share: one tile of scores, term by term.
+"""Device functions that the backward kernels share: reading rows, scores, weights.
 
 A tile is made from row indices `i` and key indices `j` whose shapes broadcast, (BM, 1) and (1, BN)
 or (1, BM) and (BN, 1): the same functions make it upright and transposed. Both are indices of
 valid rows and keys, 64-bit; what they stand for beyond the ends is masked by `hide`.
-Scores are in natural units here, and a term's tile comes without its row scale.
+Scores are in natural units here. What is particular to terms is in `triton_terms`.
 """
 
 # mypy: ignore-errors
@@ -190,89 +190,6 @@ def scores(qk, left, right, scale, size, COLUMNS: tl.constexpr, NATURAL: tl.cons
 
 
 @triton.jit
-def gate(tile, rows, b, g, i):
-    """A tile times the row scale of its term."""
-    if rows is not None:
-        tile = tile * tl.load(head(rows, b, g) + i * rows.strides[4])
-    return tile
-
-
-@triton.jit
-def key_tile(t, b, g, j):
-    return tl.load(head(t.key_bias, b, g) + j * t.key_bias.strides[4])
-
-
-@triton.jit
-def alibi_tile(t, b, g, i, j, start, SYMMETRIC: tl.constexpr):
-    slope = tl.load(at(t.slopes, b) + g * t.slopes.strides[3])
-    query = start + i.to(tl.int32)
-    key = j.to(tl.int32)
-    if t.pos_q is not None:
-        query = tl.load(at(t.pos_q, b) + i * t.pos_q.strides[3])
-    if t.pos_k is not None:
-        key = tl.load(at(t.pos_k, b) + j * t.pos_k.strides[3])
-    distance = (key - query).to(tl.float32)
-    if SYMMETRIC:
-        distance = -tl.abs(distance)
-    return slope * distance
-
-
-@triton.jit
-def table_tile(t, b, g, i, j):
-    code = tl.load(t.codes_q + i) + tl.load(t.codes_k + j)
-    return tl.load(head(t.table, b, g) + code)
-
-
-@triton.jit
-def region_tile(t, b, i, j, value):
-    query = tl.load(at(t.ids, b) + i * t.ids.strides[3])
-    key = tl.load(at(t.key_ids, b) + j * t.key_ids.strides[3])
-    return tl.where(query == key, 0.0, value)
-
-
-@triton.jit
-def dense_tile(t, b, g, i, j):
-    where = i * t.dense.strides[4] + j * t.dense.strides[5]
-    return tl.load(head(t.dense, b, g) + where).to(tl.float32)
-
-
-@triton.jit
-def lookup_tile(t, b, g, i, j):
-    where = i * t.lookup_code.strides[3] + j * t.lookup_code.strides[4]
-    return tl.load(head(t.lookup, b, g) + tl.load(at(t.lookup_code, b) + where))
-
-
-@triton.jit
-def axial_tile(t, b, g, i, j):
-    rows = tl.load(head(t.rel_h, b, g) + i * t.rel_h.strides[4] + tl.load(t.axial_y + j))
-    columns = tl.load(head(t.rel_w, b, g) + i * t.rel_w.strides[4] + tl.load(t.axial_x + j))
-    return rows.to(tl.float32) + columns.to(tl.float32)
-
-
-@triton.jit
-def add_terms(x, t, b, g, i, j, start, region_value, SYMMETRIC: tl.constexpr):
-    """Scores plus every term that is added element by element."""
-    if t.key_bias is not None:
-        x += gate(key_tile(t, b, g, j), t.key_bias_rows, b, g, i)
-    if t.slopes is not None:
-        x += gate(alibi_tile(t, b, g, i, j, start, SYMMETRIC), t.alibi_rows, b, g, i)
-    if t.table is not None:
-        x += gate(table_tile(t, b, g, i, j), t.table_rows, b, g, i)
-    if t.ids is not None:
-        x += gate(region_tile(t, b, i, j, region_value), t.region_rows, b, g, i)
-    if t.dense is not None:
-        x += gate(dense_tile(t, b, g, i, j), t.dense_rows, b, g, i)
-    if t.diagonal is not None:
-        own = tl.load(head(t.diagonal, b, g) + i * t.diagonal.strides[4])
-        x += tl.where(j == start + i, own, 0.0)
-    if t.lookup is not None:
-        x += gate(lookup_tile(t, b, g, i, j), t.lookup_rows, b, g, i)
-    if t.rel_h is not None:
-        x += axial_tile(t, b, g, i, j)
-    return x
-
-
-@triton.jit
 def hide(x, c, b, rows, keys, j, start, M, CAUSAL: tl.constexpr):
     """Minus infinity where a query must not attend. Rows beyond the end need no mask: they are
     read with an infinite log-sum-exp."""
@@ -309,3 +226,18 @@ def through_length(gradient, raw):
     unit = raw / length[:, None]
     along = tl.sum(unit * gradient, 1)
     return (gradient - unit * along[:, None]) / length[:, None]
+
+
+@triton.jit
+def store_shared(ptr, slot, G, g, N, rows, inside, x):
+    """One number per row, into (slots, G, N)."""
+    tl.store(ptr + (slot.to(tl.int64) * G + g) * N + rows, x, mask=inside)
+
+
+@triton.jit
+def store_columns(ptr, slot, G, g, N, rows, inside, x, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """A row of columns each, into (slots, G, N, SIZE)."""
+    columns = tl.arange(0, BLOCK)
+    ptr += (slot.to(tl.int64) * G + g) * N * SIZE
+    mask = inside[:, None] & (columns < SIZE)[None, :]
+    tl.store(ptr + rows[:, None] * SIZE + columns[None, :], x, mask=mask)

@@ -27,6 +27,7 @@ from flashbias_convert.attention import (
     launch,
     triton_backward,
     triton_forward,
+    triton_keys,
     triton_pairs,
 )
 from flashbias_convert.attention.arguments import check_arguments
@@ -152,7 +153,7 @@ KERNELS = (
     (triton_forward, "normalize_rows_kernel"),
     (triton_backward, "delta_kernel"),
     (triton_backward, "query_gradients_kernel"),
-    (triton_backward, "key_gradients_kernel"),
+    (triton_keys, "key_gradients_kernel"),
     (triton_pairs, "pair_gradients_kernel"),
     (triton_pairs, "sums_by_code_kernel"),
 )
