@@ -11,6 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from .arguments import AttentionArguments
 from .prepared import PreparedBias
 
 Backend = Literal["auto", "triton", "sdpa", "eager"]
@@ -52,16 +53,24 @@ def _device_problem(device: torch.device) -> str | None:
     return None
 
 
-def call_problem(q: Tensor, k: Tensor, v: Tensor, bias: PreparedBias | None) -> str | None:
-    """Why the Triton kernel cannot run this call, or None if it can. Reads no values."""
+def wants_gradients(
+    q: Tensor, k: Tensor, v: Tensor, bias: PreparedBias | None, args: AttentionArguments
+) -> bool:
+    """Whether a backward pass may follow."""
+    if not torch.is_grad_enabled():
+        return False
+    scale = isinstance(args.scale, Tensor) and args.scale.requires_grad
+    asks = q.requires_grad or k.requires_grad or v.requires_grad or scale
+    return asks or (bias is not None and bias.requires_grad)
+
+
+def call_problem(q: Tensor, v: Tensor, bias: PreparedBias | None, training: bool) -> str | None:
+    """Why the Triton kernels cannot run this call, or None if they can. Reads no values."""
     if q.dtype == torch.float64:
         return "there is no fp64 kernel"
     if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_SIZE:
         return f"head sizes above {MAX_HEAD_SIZE} are not supported"
-    asks = q.requires_grad or k.requires_grad or v.requires_grad
-    if torch.is_grad_enabled() and (asks or (bias is not None and bias.requires_grad)):
-        return "gradients are asked for, and the kernel has no backward pass"
-    return None if bias is None else bias.problem(q.dtype != torch.float32)
+    return None if bias is None else bias.problem(q.dtype != torch.float32, training)
 
 
 def warn_once(reason: str) -> None:

@@ -23,11 +23,16 @@ def balance(phi_q: Tensor, phi_k: Tensor) -> tuple[Tensor, Tensor]:
     their product does. Shapes (*batch, H, N, R) and (*batch, H, M, R). Nothing is read back from
     the device.
     """
+    step = balance_step(phi_q, phi_k)
+    return phi_q * step, phi_k / step
+
+
+def balance_step(phi_q: Tensor, phi_k: Tensor) -> Tensor:
+    """What `balance` multiplies phi_q by, (..., 1, R)."""
     top_q, top_k = _column_max(phi_q, phi_k), _column_max(phi_k, phi_q)
     usable = (top_q > 0) & (top_k > 0)
     ratio = torch.where(usable, top_k / top_q.clamp_min(1e-38), torch.ones_like(top_q))
-    step = torch.exp2(torch.round(0.5 * torch.log2(ratio)))
-    return phi_q * step, phi_k / step
+    return torch.exp2(torch.round(0.5 * torch.log2(ratio)))
 
 
 def _column_max(phi: Tensor, other: Tensor) -> Tensor:

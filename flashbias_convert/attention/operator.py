@@ -11,12 +11,13 @@ from torch import Tensor
 from ..errors import UnsupportedTermError, UsageError
 from ..terms import ScoreBias
 from .arguments import AttentionArguments, check_arguments
-from .backends import BACKENDS, call_problem, device_problem, warn_once
+from .backends import BACKENDS, call_problem, device_problem, wants_gradients, warn_once
 from .eager import eager_attention
 from .packing import NO_BIAS, pack
 from .positions import place_queries
 from .prepared import PreparedBias
 from .sdpa import sdpa_attention
+from .training_packing import pack_for_training
 
 
 def flashbias_attention(
@@ -54,9 +55,9 @@ def flashbias_attention(
         score_bound: what no |scale * q k + bias| exceeds, masks aside, if the caller knows: a hint
             that lets the kernel skip the running maximum. Without a `key_mask`, every row must
             have a key that is not masked by a term. A bound that is wrong makes wrong results.
-        backend: "triton" (the kernel), "sdpa" (factors concatenated on torch's attention,
-            differentiable), "eager" (the reference), or "auto": the kernel where it can run,
-            else sdpa with a warning once per reason.
+        backend: "triton" (the kernels, forward and backward), "sdpa" (factors concatenated on
+            torch's attention, differentiable), "eager" (the reference), or "auto": the kernels
+            where they can run, else sdpa with a warning once per reason.
 
     Returns:
         Tensor of shape (*batch, H, N, Dv) in the dtype of q.
@@ -91,7 +92,10 @@ def flashbias_attention(
         return _without_autocast(eager_attention, q, k, v, terms, args)
     if backend == "sdpa":
         return _without_autocast(sdpa_attention, q, k, v, terms, args)
-    problem = device_problem(q.device) or call_problem(q, k, v, prepared)
+    training = wants_gradients(q, k, v, prepared, args)
+    problem = device_problem(q.device) or call_problem(q, v, prepared, training)
+    if problem is None and training:
+        return training_attention(q, k, v, prepared, args)
     if problem is None:
         return triton_attention(q, k, v, prepared, args, score_bound)
     if backend == "triton":
@@ -129,12 +133,7 @@ def triton_attention(
     from .registration import attention_op, normalize_keys
 
     start = args.query_start
-    head_scale = None
-    number: float | None = None
-    if isinstance(args.scale, Tensor):
-        head_scale = args.scale.to(q.device, torch.float32).contiguous()
-    else:
-        number = float(args.scale)
+    number, head_scale = _scales(q, args)
     half = q.dtype != torch.float32
     fold = number if half else None  # fp32 factors stay as they are: dividing would round them
     if bias is None:
@@ -161,6 +160,45 @@ def triton_attention(
         args.cosine,
         _is_bounded(score_bound, v.dtype, args.key_mask),
     )
+
+
+def training_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: PreparedBias | None, args: AttentionArguments
+) -> Tensor:
+    """Attention by the Triton kernels that have a backward pass, whose limits have been checked."""
+    from .autograd import attention_training_op
+
+    start = args.query_start
+    number, head_scale = _scales(q, args)
+    half = q.dtype != torch.float32
+    if bias is None:
+        packed = NO_BIAS
+    elif isinstance(start, Tensor):
+        packed = pack_for_training(place_queries(bias.bias, q.shape[-2], start), half=half)
+    else:
+        packed = bias.packed_for_training(half)
+    out, _ = attention_training_op(
+        q,
+        k,
+        v,
+        packed.tensors,
+        packed.spec,
+        1.0 if number is None else number,
+        head_scale,
+        None if args.key_mask is None else args.key_mask.view(torch.uint8),
+        0 if isinstance(start, Tensor) else start,
+        start.to(q.device, torch.int32) if isinstance(start, Tensor) else None,
+        args.causal,
+        args.cosine,
+    )
+    return out
+
+
+def _scales(q: Tensor, args: AttentionArguments) -> tuple[float | None, Tensor | None]:
+    """The scale as one number, or as fp32 numbers by head on the device of q."""
+    if isinstance(args.scale, Tensor):
+        return None, args.scale.to(q.device, torch.float32).contiguous()
+    return float(args.scale), None
 
 
 #: Exponentials of scores up to this size stay within 2**-60 and 2**60: far from the ends of the

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -167,14 +168,15 @@ def _touches(term: Term, head: int) -> bool:
     return term.heads is None or head in term.heads
 
 
-def _splits(term: LowRank, half: bool) -> int:
+def splits(term: LowRank, half: bool) -> int:
+    """How many columns of a term come as high and low parts."""
     if not half:
         return 0
     return term.max_rank if term.split is None else min(term.split, term.max_rank)
 
 
 def _columns_of(term: LowRank, half: bool, rank: int) -> int:
-    return rank + 2 * min(_splits(term, half), rank)
+    return rank + 2 * min(splits(term, half), rank)
 
 
 def _head_columns(terms: Sequence[Term], head: int, half: bool) -> int:
@@ -216,11 +218,8 @@ def _pack_group(
     for term in chosen.terms:
         if isinstance(term, LowRank):
             continue
-        tensors |= _pack_term(term)
-        if isinstance(term, Regions):
-            spec = dataclasses.replace(spec, region_value=float(term.value))
-        if isinstance(term, Alibi):
-            spec = dataclasses.replace(spec, symmetric=term.symmetric)
+        tensors |= pack_term(term)
+        spec = dataclasses.replace(spec, **spec_fields(term))
     return dataclasses.replace(spec, tensors=tuple(tensors)), list(tensors.values())
 
 
@@ -241,7 +240,7 @@ def _pack_factors(
         phi_q, phi_k = balance(phi_q[..., :rank].float(), phi_k[..., :rank].float())
         if scale is not None:
             phi_q = phi_q / scale_size(scale)
-        count = min(_splits(term, half), rank)
+        count = min(splits(term, half), rank)
         packed_q, packed_k = split_columns(phi_q, phi_k, count, dtype)
         if scale is None:
             repeated = phi_q[..., :count].repeat_interleave(3, -1)
@@ -253,18 +252,18 @@ def _pack_factors(
     split = sum(t.shape[-1] for t in split_q) // 3
     return (
         split,
-        _padded(_side_by_side(split_q + plain_q)),
-        _padded(_side_by_side(split_k + plain_k)),
+        padded_columns(side_by_side(split_q + plain_q)),
+        padded_columns(side_by_side(split_k + plain_k)),
     )
 
 
-def _padded(columns: Tensor) -> Tensor:
-    """Zero columns up to a number that kernels are compiled for."""
+def padded_columns(columns: Tensor) -> Tensor:
+    """`columns` with zero columns up to a number that kernels are compiled for."""
     missing = bucket(columns.shape[-1]) - columns.shape[-1]
     return torch.nn.functional.pad(columns, (0, missing)).contiguous()
 
 
-def _side_by_side(parts: list[Tensor]) -> Tensor:
+def side_by_side(parts: list[Tensor]) -> Tensor:
     """Concatenate columns; leading dimensions broadcast."""
     filled = [p for p in parts if p.shape[-1]]
     if len(filled) == 1:
@@ -273,7 +272,14 @@ def _side_by_side(parts: list[Tensor]) -> Tensor:
     return torch.cat([p.expand(*lead, p.shape[-1]) for p in filled], -1)
 
 
-def _pack_term(term: Term) -> dict[str, Tensor]:
+def spec_fields(term: Term) -> dict[str, Any]:
+    """What a term says in its group's specification."""
+    if isinstance(term, Regions):
+        return {"region_value": float(term.value)}
+    return {"symmetric": term.symmetric} if isinstance(term, Alibi) else {}
+
+
+def pack_term(term: Term) -> dict[str, Tensor]:
     """Named tensors of a term that is added element by element."""
     tensors = {_KERNEL_NAMES[term.kind, k]: t for k, t in term.tensors().items()}
     for name, tensor in tensors.items():

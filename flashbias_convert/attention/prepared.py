@@ -10,6 +10,7 @@ import torch
 from ..terms import ScoreBias
 from .arguments import broadcasts
 from .packing import PackedBias, pack, unsupported
+from .training_packing import pack_for_training, training_problem
 
 T = TypeVar("T")
 
@@ -33,11 +34,26 @@ class PreparedBias:
         """The form that the kernel reads next to q, k and v; see `pack`."""
         return self._keep(("packed", half, scale), lambda: pack(self.bias, half=half, scale=scale))
 
-    def problem(self, half: bool) -> str | None:
-        """Why the kernel cannot add this bias, or None if it can."""
+    def packed_for_training(self, half: bool) -> PackedBias:
+        """The form that the operator with gradients takes; see `pack_for_training`.
+
+        Kept only if no gradient flows through it: a graph serves one backward pass.
+        """
+        if self.requires_grad:
+            return pack_for_training(self.bias, half=half)
+        return self._keep(("training", half), lambda: pack_for_training(self.bias, half=half))
+
+    def problem(self, half: bool, training: bool = False) -> str | None:
+        """Why the kernels cannot add this bias, or None if they can.
+
+        Args:
+            half: q, k and v are in half precision.
+            training: a backward pass may follow.
+        """
+        find = training_problem if training else unsupported
         if torch.compiler.is_compiling():  # the answer is a constant of the graph
-            return unsupported(self.bias, half=half)
-        return self._keep(("problem", half), lambda: unsupported(self.bias, half=half))
+            return find(self.bias, half=half)
+        return self._keep(("problem", half, training), lambda: find(self.bias, half=half))
 
     def check_fits(self, batch: tuple[int, ...], heads: int, n: int, m: int) -> None:
         """Raise ValueError unless the terms fit a call of these sizes. Reads shapes only."""

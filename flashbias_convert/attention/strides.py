@@ -38,6 +38,15 @@ TAILS = {
     "rel_h": 3,
     "rel_w": 3,
     "axial_rows": 2,
+    # of the backward pass
+    "lse": 3,
+    "delta": 2,
+    "do": 3,
+    "raw_q": 3,
+    "raw_k": 3,
+    "dq": 3,
+    "dk": 3,
+    "dv": 3,
 }
 #: Vectors that all batch entries share.
 VECTORS = ("heads", "codes_q", "codes_k", "axial_y", "axial_x", "scale")
@@ -94,6 +103,10 @@ def own_strides(name: str, tensor: Tensor) -> list[int]:
 
 def batch_entry(name: str, tensor: Tensor, dims: int, i: int) -> Tensor:
     """Entry `i` of the first of `dims` batch dimensions."""
-    if name in VECTORS or tensor.dim() - TAILS[name] < dims:
+    if name in VECTORS:
+        return tensor
+    while tensor.dim() - TAILS[name] > dims:  # leading ones beyond the batch of the call
+        tensor = tensor[0]
+    if tensor.dim() - TAILS[name] < dims:
         return tensor
     return tensor[i if tensor.shape[0] > 1 else 0]

@@ -67,6 +67,7 @@ def attention_kernel(
     lookup_code_ptr, lookup_code_strides,
     rel_h_ptr, rel_h_strides, rel_w_ptr, rel_w_strides, axial_rows_ptr, axial_rows_strides,
     axial_y_ptr, axial_x_ptr,
+    lse_ptr, lse_strides,
     region_value, batch_1, batch_2, G, kv_group, N, M,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     COLUMNS: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
@@ -336,9 +337,14 @@ def attention_kernel(
                 new_top = tl.maximum(top, tl.max(x, 1))
                 # where nothing is visible yet, -inf - -inf would be NaN
                 level = tl.where(new_top == float("-inf"), 0.0, new_top)
-                # one fused multiply-add each: only the difference is rounded
-                p = tl.exp2(x * to_exp2 - (level * to_exp2)[:, None])
-                shrink = tl.exp2(top * to_exp2 - level * to_exp2)
+                if lse_ptr is None:
+                    # one fused multiply-add each: only the difference is rounded
+                    p = tl.exp2(x * to_exp2 - (level * to_exp2)[:, None])
+                    shrink = tl.exp2(top * to_exp2 - level * to_exp2)
+                else:
+                    # the backward pass takes the same differences, and rounds them alike
+                    p = tl.exp2((x - level[:, None]) * to_exp2)
+                    shrink = tl.exp2((top - level) * to_exp2)
                 total = total * shrink + tl.sum(p, 1)
                 acc = acc * shrink[:, None]
                 top = new_top
@@ -359,6 +365,20 @@ def attention_kernel(
         acc.to(o_ptr.dtype.element_ty),
         mask=in_rows[:, None] & (offs_dv[None, :] < DV),
     )
+    if lse_ptr is not None:
+        # for the backward pass, in natural units: what was subtracted before exponentials were
+        # taken, and one by their sum. Scores are those of the formula, what is constant along a
+        # row included. A row that sees nothing has zero, and so have weights computed from it.
+        level = tl.zeros([BM], tl.float32)
+        if not BOUNDED:
+            level = tl.where(total == 0.0, 0.0, top) * (1.0 if NATURAL else size)
+        if slopes_ptr is not None and not SYMMETRIC and alibi_rows_ptr is None:
+            level -= slope * position
+        lse_ptr = _at(lse_ptr, lse_strides, b0, b1, b2) + h.to(tl.int64) * lse_strides[3]
+        lse_ptr = lse_ptr + safe_m * lse_strides[4]
+        tl.store(lse_ptr, level, mask=in_rows)
+        share = tl.where(total == 0.0, 0.0, 1.0 / tl.where(total == 0.0, 1.0, total))
+        tl.store(lse_ptr + lse_strides[5], share, mask=in_rows)
 
 
 @triton.jit

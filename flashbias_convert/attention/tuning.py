@@ -54,3 +54,24 @@ def launch_settings(
     if width <= 128 and columns <= 64:
         return LaunchSettings(64, 64, 4, 2)
     return LaunchSettings(64, 32, 4, 2)
+
+
+def backward_settings(kernel: str, *, d: int, dv: int, columns: int, half: bool) -> LaunchSettings:
+    """Settings for one launch of a backward kernel, chosen so that common sizes fit registers.
+
+    Args:
+        kernel: "queries" (a block of queries walks the keys), "keys" (the other way round) or
+            "pairs" (one tile walks the batch).
+        d, dv: head sizes, padded to powers of two.
+        columns: padded number of factor columns.
+        half: fp16 or bf16 inputs.
+    """
+    width = max(d, dv)
+    if not half:
+        return LaunchSettings(16 if width > 64 else 32, 16 if width > 64 else 32, 4, 1)
+    if width > 128 or columns > 64:
+        return LaunchSettings(32, 32, 4, 1)
+    if width <= 64 and columns <= 32:
+        return LaunchSettings(64, 64, 4, 2)
+    # 64 rows of what is accumulated are the fewest of a wide tensor-core instruction
+    return LaunchSettings(32, 64, 4, 2) if kernel == "keys" else LaunchSettings(64, 32, 4, 2)

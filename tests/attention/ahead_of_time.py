@@ -9,21 +9,29 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from flashbias_convert import ScoreBias
-from flashbias_convert.attention import PreparedBias, launch, triton_forward
+from flashbias_convert.attention import (
+    PreparedBias,
+    launch,
+    triton_backward,
+    triton_forward,
+    triton_keys,
+    triton_pairs,
+)
 from flashbias_convert.attention.arguments import check_arguments
-from flashbias_convert.attention.operator import triton_attention
+from flashbias_convert.attention.operator import training_attention, triton_attention
 
 #: Compute capability 9.0: H100, H200.
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -93,6 +101,30 @@ def compile_attention(
     return compiled
 
 
+def compile_training(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: ScoreBias | None = None,
+    *,
+    forward: bool = True,
+    **options: Any,
+) -> list[Compiled]:
+    """Compile what a call and its backward pass would launch, in order.
+
+    Args:
+        q, k, v: tensors on the CPU that ask for gradients; their values do not matter.
+        forward: compile the forward kernel, too.
+        bias, options: as for `flashbias_attention`.
+    """
+    call: dict[str, Any] = {"scale": None, "causal": False, "query_start": None, "key_mask": None}
+    args = check_arguments(q, k, v, **{**call, "cosine": False, **options})
+    with _recording(forward) as compiled:
+        out = training_attention(q, k, v, None if bias is None else PreparedBias(bias), args)
+        out.backward(torch.zeros_like(out))
+    return compiled
+
+
 def compile_normalize_rows(x: Tensor) -> Compiled:
     """Compile what `normalize_rows(x)` would launch."""
     with _recording() as compiled:
@@ -102,27 +134,42 @@ def compile_normalize_rows(x: Tensor) -> Compiled:
 
 
 @contextmanager
-def _recording() -> Iterator[list[Compiled]]:
+def _recording(with_forward: bool = True) -> Iterator[list[Compiled]]:
     compiled: list[Compiled] = []
-    attention, normalize = triton_forward.attention_kernel, triton_forward.normalize_rows_kernel
-    with (
-        mock.patch.object(driver, "_active", _AbsentCard()),
-        mock.patch.object(launch, "_PLANS", {}),
-        mock.patch.object(launch, "_kernel", lambda: _Recorder(attention, compiled)),
-        mock.patch.object(triton_forward, "normalize_rows_kernel", _Recorder(normalize, compiled)),
-    ):
+    attention = triton_forward.attention_kernel
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(driver, "_active", _AbsentCard()))
+        stack.enter_context(mock.patch.object(launch, "_PLANS", {}))
+        forward = _Recorder(attention, compiled if with_forward else None)
+        stack.enter_context(mock.patch.object(launch, "_kernel", lambda: forward))
+        for module, name in KERNELS:
+            recorder = _Recorder(getattr(module, name), compiled)
+            stack.enter_context(mock.patch.object(module, name, recorder))
         yield compiled
 
 
-class _Recorder:
-    """Stands in for a kernel: launching it compiles it and notes the result."""
+#: Kernels besides the forward one, which a plan keeps.
+KERNELS = (
+    (triton_forward, "normalize_rows_kernel"),
+    (triton_backward, "delta_kernel"),
+    (triton_backward, "query_gradients_kernel"),
+    (triton_keys, "key_gradients_kernel"),
+    (triton_pairs, "pair_gradients_kernel"),
+    (triton_pairs, "sums_by_code_kernel"),
+)
 
-    def __init__(self, kernel: Any, compiled: list[Compiled]) -> None:
+
+class _Recorder:
+    """Stands in for a kernel: launching it compiles it and notes the result, if there is a list."""
+
+    def __init__(self, kernel: Any, compiled: list[Compiled] | None) -> None:
         self.kernel, self.compiled = kernel, compiled
         self.arg_names: list[str] = kernel.arg_names
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         def launched(*args: Any, **kwargs: Any) -> Any:
+            if self.compiled is None:
+                return None
             made = self.kernel.warmup(*args, grid=grid, **kwargs)
             values = dict(zip(self.arg_names, args, strict=False)) | kwargs
             constants = {n: v for n, v in values.items() if n.isupper() and isinstance(v, int)}

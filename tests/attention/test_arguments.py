@@ -113,16 +113,6 @@ def test_the_kernel_refuses_what_it_cannot_add(kernel: str, device: torch.device
     assert torch.allclose(out, expected, atol=1e-5)
 
 
-def test_the_kernel_has_no_backward_pass(kernel: str, device: torch.device) -> None:
-    x = Inputs(device)
-    x.q.requires_grad_()
-    with pytest.raises(UnsupportedTermError, match="gradients"):
-        flashbias_attention(x.q, x.k, x.v, backend=kernel)
-    out = flashbias_attention(x.q, x.k, x.v, backend="auto")
-    out.sum().backward()
-    assert x.q.grad is not None
-
-
 def test_falling_back_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from flashbias_convert.attention import operator
 

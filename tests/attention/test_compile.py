@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from flashbias_convert import LowRank, RelativeTable
 from flashbias_convert.attention import PreparedBias, flashbias_attention
 from flashbias_convert.attention.packing import pack
 
@@ -88,6 +89,55 @@ def test_registration(contiguous: bool, kernel: str, device: torch.device) -> No
     numbers = (0.25, None, None, 0, None, False, False, False)
     arguments = (q, k, v, packed.tensors, packed.spec, *numbers)
     torch.library.opcheck(attention_op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_registration_with_gradients(kernel: str, device: torch.device) -> None:
+    """Both operators of training: schema, fake outputs, and gradients through the dispatcher."""
+    from flashbias_convert.attention.autograd import attention_training_op
+    from flashbias_convert.attention.training_packing import pack_for_training
+
+    x = Inputs(device, batch=(1,), n=9, kv_heads=1)
+    q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x.q, x.k, x.v))
+    bias = x.bias(x.low_rank(2), x.table(5))
+    packed = pack_for_training(bias, half=False)
+    tensors = [t.requires_grad_() if t.is_floating_point() else t for t in packed.tensors]
+    head_scale = torch.ones(2, device=device, requires_grad=True)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    arguments = (*leaves, tensors, packed.spec, 1.0, head_scale, None, 0, None, True, True)
+    torch.library.opcheck(attention_training_op, arguments, test_utils=TRAINING_CHECKS)
+
+
+#: Without those that compile for shapes that change: they run the interpreter a dozen times.
+TRAINING_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor",
+                   "test_aot_dispatch_static")  # fmt: skip
+
+
+def test_training_is_traced_whole(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Forward and backward are one graph each, packing and its gradients included. No card."""
+    from flashbias_convert.attention import autograd, backends
+
+    def gradients(saved: object, dout: torch.Tensor, wanted: list[bool]) -> object:
+        assert wanted[:4] == [True, False, False, False]
+        found = {"q": torch.full_like(saved.q, 2.0)}  # type: ignore[attr-defined]
+        terms = zip(saved.bias_tensors, wanted[4:], strict=True)  # type: ignore[attr-defined]
+        return found, [torch.full_like(t, 3.0) if w else None for t, w in terms]
+
+    monkeypatch.setattr(backends, "_device_problem", lambda device: None)
+    monkeypatch.setattr(autograd, "launch", lambda spec, tensors, **_: tensors["o"].fill_(7))
+    monkeypatch.setattr(autograd, "attention_gradients", gradients)
+    x = Inputs(device, n=20)
+    phi_q, phi_k, table = (t.requires_grad_() for t in (*x.normal(2, 2, 20, 3), x.normal(2, 9)))
+    u, v = x.integers(5, 20), x.integers(5, 20)
+
+    def call(q: torch.Tensor, k: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        terms = (LowRank(phi_q=2 * phi_q, phi_k=phi_k), RelativeTable(table=table, u=u, v=v))
+        return flashbias_attention(q, k, values, x.bias(*terms), causal=True, backend="triton")
+
+    q = x.q.requires_grad_()
+    out = torch.compile(call, fullgraph=True, backend="aot_eager")(q, x.k, x.v)
+    assert (out == 7).all()
+    out.sum().backward()
+    assert all((t.grad == value).all() for t, value in ((q, 2), (phi_q, 6), (phi_k, 3), (table, 3)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,0 +1,159 @@
+"""The operator that gives gradients: `flashbias_convert::attention_training`.
+
+Like `flashbias_convert::attention` it takes flat tensors and a specification string, but tensors
+that are not rounded yet; see `training_packing`. The backward pass is an operator of its own, so
+that torch.compile sees two opaque calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .backward import Saved, attention_gradients, empty_gradient
+from .launch import launch, normalize_rows
+from .packing import parse_spec
+from .registration import empty_output
+from .training_packing import rounded
+
+
+@torch.library.custom_op("flashbias_convert::attention_training", mutates_args=())
+def attention_training_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias_tensors: Sequence[Tensor],
+    spec: str,
+    scale: float,
+    head_scale: Tensor | None,
+    key_mask: Tensor | None,
+    query_start: int,
+    query_starts: Tensor | None,
+    causal: bool,
+    cosine: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attention, and the log-sum-exp of each row in two parts, fp32 (*batch, H, N, 2).
+
+    The parts are what was subtracted from a row's scores before exponentials were taken, in natural
+    units, and one by the sum of these; zero where a row sees no key. One number would lose the
+    differences of a row far from zero. The bias is as packed by `pack_for_training`; other
+    arguments as made by `training_attention`.
+    """
+    out, lse = empty_output(q, v), _empty_rows(q)
+    call = {"q": q, "k": normalize_rows(k) if cosine else k, "v": v, "o": out, "lse": lse}
+    call |= {} if key_mask is None else {"key_mask": key_mask}
+    call |= {} if query_starts is None else {"starts": query_starts}
+    call |= {} if head_scale is None else {"scale": head_scale}
+    half, first = q.dtype != torch.float32, 0
+    for spec_of_group in parse_spec(spec):
+        last = first + len(spec_of_group.tensors)
+        raw = dict(zip(spec_of_group.tensors, bias_tensors[first:last], strict=True))
+        group, own = rounded(spec_of_group, raw, half=half, scale=scale, head_scale=head_scale)
+        launch(
+            group, call | own, scale=scale, causal=causal, query_start=query_start, cosine=cosine
+        )
+        first = last
+    return out, lse
+
+
+@attention_training_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return empty_output(q, v), _empty_rows(q)
+
+
+def _empty_rows(q: Tensor) -> Tensor:
+    return q.new_empty((*q.shape[:-1], 2), dtype=torch.float32)
+
+
+@torch.library.custom_op("flashbias_convert::attention_backward", mutates_args=())
+def attention_backward_op(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias_tensors: Sequence[Tensor],
+    spec: str,
+    scale: float,
+    head_scale: Tensor | None,
+    key_mask: Tensor | None,
+    query_start: int,
+    query_starts: Tensor | None,
+    causal: bool,
+    cosine: bool,
+    wanted: Sequence[bool],
+) -> list[Tensor]:
+    """Gradients of `attention_training`: of q, k, v, head_scale and each bias tensor, if wanted."""
+    saved = Saved(
+        q, k, v, out, lse, bias_tensors, spec, scale, head_scale, key_mask, query_start,
+        query_starts, causal, cosine,
+    )  # fmt: skip
+    found, of_terms = attention_gradients(saved, dout, wanted)
+    return [*found.values(), *(t for t in of_terms if t is not None)]
+
+
+@attention_backward_op.register_fake
+def _(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias_tensors: Sequence[Tensor],
+    spec: str,
+    scale: float,
+    head_scale: Tensor | None,
+    key_mask: Tensor | None,
+    query_start: int,
+    query_starts: Tensor | None,
+    causal: bool,
+    cosine: bool,
+    wanted: Sequence[bool],
+) -> list[Tensor]:
+    found = [empty_gradient(t) for t, want in zip((q, k, v), wanted[:3], strict=True) if want]
+    if wanted[3] and head_scale is not None:
+        found.append(torch.empty_like(head_scale))
+    terms = zip(bias_tensors, wanted[4:], strict=True)
+    return found + [t.new_empty(t.shape) for t, want in terms if want]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, bias_tensors, spec, scale, head_scale, key_mask, start, starts, *flags = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, *output, head_scale, key_mask, starts, *bias_tensors)
+    ctx.numbers = (spec, scale, start, *flags)
+
+
+def _backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    needs = ctx.needs_input_grad
+    wanted = [*needs[:3], needs[6], *needs[3]]
+    rest = (None,) * 5
+    if dout is None or not any(wanted):
+        return (None, None, None, [None] * len(needs[3]), None, None, None, *rest)
+    q, k, v, out, lse, head_scale, key_mask, starts, *bias_tensors = ctx.saved_tensors
+    spec, scale, start, causal, cosine = ctx.numbers
+    found = iter(
+        attention_backward_op(
+            dout, q, k, v, out, lse, bias_tensors, spec, scale, head_scale, key_mask, start,
+            starts, causal, cosine, wanted,
+        )
+    )  # fmt: skip
+    each = [next(found) if want else None for want in wanted]
+    return (*each[:3], each[4:], None, None, each[3], *rest)
+
+
+def _no_second_backward(ctx: Any, *_: Any) -> None:
+    raise RuntimeError(
+        "flashbias_convert's attention kernel has no second derivative: "
+        "use backend='eager' or 'sdpa' where gradients of gradients are needed"
+    )
+
+
+attention_training_op.register_autograd(_backward, setup_context=_keep)
+attention_backward_op.register_autograd(_no_second_backward)

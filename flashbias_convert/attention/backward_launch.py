@@ -1,0 +1,211 @@
+"""Launches the backward kernels for one group of heads, and sums what they write.
+
+Gradients of tensors that the batch shares are summed in two steps, both in a fixed order: inside
+a program over the entries of its split, then here over splits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .launch import MAX_BATCH_DIMS, VECTOR_BYTES, padded, vector_rows
+from .packing import GroupSpec
+from .strides import TAILS, VECTORS, batch_strides, collapse_batch, own_strides
+from .tuning import LaunchSettings, backward_settings
+
+#: Programs of one launch that keep a card busy; loops over the batch are cut to reach it.
+ENOUGH_PROGRAMS = 1024
+
+
+#: Tensors that are read and written in whole rows.
+ROWS = ("q", "k", "v", "do", "raw_q", "raw_k", "dq", "dk", "dv")
+
+
+class TooManyBatchDimensions(Exception):
+    """The kernels cannot tell the batch dimensions of this call apart."""
+
+
+@dataclass(frozen=True)
+class GroupCall:
+    """The backward pass of one group of heads.
+
+    Attributes:
+        spec: the group, see `training_packing.rounded`.
+        tensors: q, k (normalised with cosine attention), v, do, lse and delta, the tensors of the
+            group as the kernels read them, and where present raw_q and raw_k, key_mask, starts,
+            scale (H,), and dq, dk, dv (by query head), which are written.
+        scale, query_start, causal, cosine: see `flashbias_attention`.
+    """
+
+    spec: GroupSpec
+    tensors: Mapping[str, Tensor]
+    scale: float
+    query_start: int
+    causal: bool
+    cosine: bool
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """Batch dimensions of the call."""
+        return tuple(self.tensors["q"].shape[:-3])
+
+    @property
+    def heads(self) -> int:
+        """Heads of the group."""
+        return self.tensors["q"].shape[-3] if self.spec.heads is None else len(self.spec.heads)
+
+    def sizes(self) -> tuple[int, int, int, int]:
+        """N, M, D and Dv."""
+        q, v = self.tensors["q"], self.tensors["v"]
+        return q.shape[-2], v.shape[-2], q.shape[-1], v.shape[-1]
+
+    def half(self) -> bool:
+        """Whether q, k and v came in half precision."""
+        return self.tensors["v"].dtype != torch.float32
+
+    def settings(self, kernel: str) -> LaunchSettings:
+        """How to launch "queries", "keys" or "pairs"."""
+        _, _, d, dv = self.sizes()
+        return backward_settings(
+            kernel, d=padded(d), dv=padded(dv), columns=self.spec.columns, half=self.half()
+        )
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How the batch is shared out among the programs of one launch; see `triton_tiles.Entries`.
+
+    Attributes:
+        walks: tensors with their strides, by name; vectors as they are.
+        entries: what the kernel is told of the batch.
+        lead: batch dimensions of the buffers, 1 where the batch is summed.
+        slots: how many sums each program of a head has, splits times kept entries.
+        splits: sums of the same kind that the host adds.
+    """
+
+    walks: Mapping[str, Any]
+    entries: Any
+    lead: tuple[int, ...]
+    slots: int
+    splits: int
+
+    def bundle(self, kind: Any) -> Any:
+        """A `Call` or `Terms` for the kernel."""
+        return kind(**{n: self.walks.get(n) for n in kind._fields})
+
+    def buffer(self, *shape: int, like: Tensor) -> Tensor:
+        """Uninitialised fp32, (slots, *shape)."""
+        return torch.empty((self.slots, *shape), dtype=torch.float32, device=like.device)
+
+    def total(self, buffer: Tensor, shape: Sequence[int]) -> Tensor:
+        """A buffer (slots, G, ...) summed to a tensor of `shape` that broadcasts to it."""
+        sums = buffer.unflatten(0, (self.splits, *self.lead))
+        sums = sums[0] if self.splits == 1 else sums.sum(0)
+        return sum_to(sums, shape)
+
+
+def sum_to(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """`x` summed over what a tensor of `shape` broadcasts over."""
+    extra = max(len(shape) - x.dim(), 0)  # leading ones
+    return x.sum_to_size(tuple(shape[extra:])).reshape(tuple(shape))
+
+
+def share(call: GroupCall, programs: int, outputs: Collection[str], everything: bool) -> Shares:
+    """Decide which batch dimensions programs keep apart and which they sum over.
+
+    Args:
+        call: the group.
+        programs: how many programs there are for one batch entry.
+        outputs: the tensors whose gradients are written, or which they depend on.
+        everything: keep all dimensions apart.
+
+    Raises:
+        TooManyBatchDimensions: more than `MAX_BATCH_DIMS` are left after merging.
+    """
+    from .triton_tiles import Entries, Walk
+
+    batch, tensors = call.batch, call.tensors
+    own = {n: t for n, t in tensors.items() if n not in VECTORS}
+    strides = {n: batch_strides(n, t, batch) for n, t in own.items()}
+    differ = [any(_has(own[n], n, batch, d) for n in outputs) for d in range(len(batch))]
+    kept = [everything or each for each in differ]
+    lead = tuple(size if keep else 1 for size, keep in zip(batch, kept, strict=True))
+    steps = torch.empty(lead, device="meta").stride()
+    marker = [step if keep else 0 for step, keep in zip(steps, kept, strict=True)]
+    sizes, walks = collapse_batch(batch, [*strides.values(), marker])
+    if len(sizes) > MAX_BATCH_DIMS:
+        raise TooManyBatchDimensions
+    missing = MAX_BATCH_DIMS - len(sizes)
+    sizes = [1] * missing + sizes
+    is_kept = [True] * missing + [step > 0 for step in walks[-1]]
+    of_kept = [size if keep else 1 for size, keep in zip(sizes, is_kept, strict=True)]
+    looped = [1 if keep else size for size, keep in zip(sizes, is_kept, strict=True)]
+    entries, count = math.prod(looped), math.prod(of_kept)
+    splits = min(entries, -(-ENOUGH_PROGRAMS // max(programs * count, 1)))
+    per_split = -(-entries // max(splits, 1))
+    splits = -(-entries // max(per_split, 1))
+    named: dict[str, Any] = {n: t for n, t in tensors.items() if n in VECTORS}
+    for name, walk in zip(own, walks, strict=False):
+        named[name] = Walk(own[name], (*[0] * missing, *walk, *own_strides(name, own[name])))
+    return Shares(
+        walks=named,
+        entries=Entries(count, of_kept[1], of_kept[2], entries, looped[1], looped[2], per_split),
+        lead=lead,
+        slots=splits * count,
+        splits=splits,
+    )
+
+
+def _has(tensor: Tensor, name: str, batch: Sequence[int], d: int) -> bool:
+    """Whether a tensor differs along batch dimension `d`."""
+    axis = tensor.dim() - TAILS[name] - len(batch) + d
+    return axis >= 0 and tensor.shape[axis] > 1
+
+
+def kernel_arguments(call: GroupCall, shares: Shares, out: Any) -> tuple[Any, ...]:
+    """The arguments that all backward kernels begin with."""
+    from .triton_tiles import Call, Terms
+
+    n, m, _, _ = call.sizes()
+    return (
+        shares.bundle(Call),
+        shares.bundle(Terms),
+        out,
+        shares.entries,
+        call.scale,
+        call.query_start,
+        call.spec.region_value,
+        call.heads,
+        call.tensors["q"].shape[-3] // call.tensors["k"].shape[-3],
+        n,
+        m,
+    )
+
+
+def kernel_constants(call: GroupCall, settings: LaunchSettings) -> dict[str, Any]:
+    """The compile-time arguments that all backward kernels have."""
+    _, _, d, dv = call.sizes()
+    return {
+        "D": d,
+        "DV": dv,
+        "BLOCK_D": padded(d),
+        "BLOCK_DV": padded(dv),
+        "COLUMNS": call.spec.columns,
+        "ALIGNED": all(aligned(call.tensors[name]) for name in ROWS if name in call.tensors),
+        "CAUSAL": call.causal,
+        "SYMMETRIC": call.spec.symmetric,
+        "NATURAL": not call.half(),
+        "BM": settings.block_m,
+        "BN": settings.block_n,
+    }
+
+
+def aligned(x: Tensor) -> bool:
+    """Whether every row starts at a multiple of a vector."""
+    return x.data_ptr() % VECTOR_BYTES == 0 and vector_rows(x)

@@ -1,0 +1,186 @@
+"""From a bias to what the kernels read when gradients are wanted.
+
+Rounding to half precision would round gradients, too. So the tensors that reach the operator stay
+as they are, factors in fp32, and are rounded inside it, by `rounded`; `factor_gradients` is the
+way back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..terms import Alibi, Axial, Diagonal, LowRank, ScoreBias, Term
+from .factors import balance_step, effective_factors, split_columns
+from .packing import (
+    SMALLEST_SCALE,
+    GroupSpec,
+    PackedBias,
+    bucket,
+    head_groups,
+    pack_term,
+    padded_columns,
+    side_by_side,
+    spec_fields,
+    splits,
+    unsupported,
+)
+
+#: Most rows or columns of an image whose axial terms have gradients in the kernel.
+MAX_AXIAL = 128
+
+
+def training_problem(bias: ScoreBias, *, half: bool) -> str | None:
+    """Why the kernels cannot give gradients with this bias, or None if they can. Reads shapes."""
+    for term in bias.terms:
+        if isinstance(term, Axial):
+            longest = max(term.rel_h.shape[-1], term.rel_w.shape[-1])
+            if longest > MAX_AXIAL:
+                return f"an axial term of {longest} rows or columns has no backward kernel"
+    return unsupported(bias, half=half)
+
+
+def pack_for_training(bias: ScoreBias, *, half: bool) -> PackedBias:
+    """Prepare a bias for the operator that gives gradients. Differentiable.
+
+    Args:
+        bias: the terms.
+        half: whether q, k and v are in half precision.
+
+    Returns:
+        Tensors by group of heads as in `pack`, but `phi_q` and `phi_k` of a group are fp32,
+        without rounding, with the columns in front that are to be split.
+    """
+    specs, flat = [], []
+    for heads in head_groups(bias, half=half):
+        spec, tensors = _pack_group(bias, heads, half)
+        specs.append(spec.values())
+        flat += tensors
+    return PackedBias(repr(tuple(specs)), flat)
+
+
+def _pack_group(
+    bias: ScoreBias, heads: tuple[int, ...], half: bool
+) -> tuple[GroupSpec, list[Tensor]]:
+    every = heads == tuple(range(bias.num_heads))
+    plain = every and all(t.heads is None for t in bias.terms)
+    chosen = bias if plain else bias.select_heads(heads)
+    tensors: dict[str, Tensor] = {}
+    spec = GroupSpec(None if every else heads)
+    if not every:
+        tensors["heads"] = torch.tensor(heads, dtype=torch.int32, device=bias.device)
+    thin = [t for t in chosen.terms if isinstance(t, LowRank) and max(t.head_ranks()) > 0]
+    if thin:
+        count, tensors["phi_q"], tensors["phi_k"] = _columns(thin, half)
+        spec = dataclasses.replace(spec, columns=tensors["phi_q"].shape[-1], split=count)
+    for term in chosen.terms:
+        if isinstance(term, LowRank):
+            continue
+        spec = dataclasses.replace(spec, **spec_fields(term))
+        tensors |= pack_term(_without_gate(term))
+    return dataclasses.replace(spec, tensors=tuple(tensors)), list(tensors.values())
+
+
+def _columns(terms: list[LowRank], half: bool) -> tuple[int, Tensor, Tensor]:
+    """Number of columns to split, and phi_q and phi_k with those columns in front."""
+    front: list[tuple[Tensor, Tensor]] = []
+    back: list[tuple[Tensor, Tensor]] = []
+    for term in terms:
+        rank = max(term.head_ranks())
+        count = min(splits(term, half), rank)
+        phi_q, phi_k = (phi[..., :rank].float() for phi in effective_factors(term))
+        front.append((phi_q[..., :count], phi_k[..., :count]))
+        back.append((phi_q[..., count:], phi_k[..., count:]))
+    phi_q, phi_k = (side_by_side([pair[i] for pair in front + back]) for i in (0, 1))
+    return sum(pair[0].shape[-1] for pair in front), phi_q, phi_k
+
+
+def _without_gate(term: Term) -> Term:
+    """A term whose gate is multiplied into its tensors, where that needs no larger ones.
+
+    Slopes that ask for a gradient become a gate on distances: the kernel sums those by row.
+    """
+    rows = term.row_scale
+    if isinstance(term, Alibi):
+        learned = term.slopes.requires_grad or (rows is not None and rows.requires_grad)
+        if not learned:
+            return term
+        gate = term.slopes[..., None] if rows is None else term.slopes[..., None] * rows
+        return dataclasses.replace(
+            term, slopes=torch.ones_like(gate[..., 0].detach()), row_scale=gate
+        )
+    if rows is None:
+        return term
+    if isinstance(term, Diagonal):
+        return dataclasses.replace(term, values=term.values * rows, row_scale=None)
+    if isinstance(term, Axial):
+        rel_h, rel_w = (rel * rows[..., None] for rel in (term.rel_h, term.rel_w))
+        return dataclasses.replace(term, rel_h=rel_h, rel_w=rel_w, row_scale=None)
+    return term
+
+
+def rounded(
+    spec: GroupSpec,
+    tensors: Mapping[str, Tensor],
+    *,
+    half: bool,
+    scale: float,
+    head_scale: Tensor | None,
+) -> tuple[GroupSpec, dict[str, Tensor]]:
+    """The group as the kernels read it, with factors rounded and divided by the scale's size.
+
+    Args:
+        spec, tensors: one group, from `pack_for_training`.
+        half: whether factors are rounded to fp16.
+        scale: the scale of q k, unless heads differ in it.
+        head_scale: fp32 (H,), the scale of each head.
+    """
+    own = dict(tensors)
+    if spec.columns == 0:
+        return spec, own
+    phi_q, phi_k = own["phi_q"], own["phi_k"]
+    step = balance_step(phi_q, phi_k)
+    phi_q, phi_k = phi_q * step, phi_k / step
+    if half:
+        phi_q = phi_q / _size(scale, head_scale, own.get("heads"))
+    dtype = torch.float16 if half else torch.float32
+    phi_q, phi_k = split_columns(phi_q, phi_k, spec.split, dtype)
+    own["phi_q"], own["phi_k"] = padded_columns(phi_q), padded_columns(phi_k)
+    columns = bucket(phi_q.shape[-1])
+    return dataclasses.replace(spec, columns=columns, scaled=True), own
+
+
+def _size(scale: float, head_scale: Tensor | None, heads: Tensor | None) -> Tensor | float:
+    if head_scale is None:
+        return abs(scale) if abs(scale) >= SMALLEST_SCALE else 1.0
+    size = head_scale.abs()
+    size = torch.where(size < SMALLEST_SCALE, 1.0, size)
+    own = size if heads is None else size.index_select(0, heads.long())
+    return own[:, None, None]
+
+
+def factor_gradients(
+    spec: GroupSpec, tensors: Mapping[str, Tensor], found: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Gradients of `phi_q` and `phi_k` as packed for training, from those of rounded columns.
+
+    Args:
+        spec, tensors: one group, from `pack_for_training`.
+        found: gradients by name; those of factors have the columns of `rounded`, (..., COLUMNS).
+    """
+    own = dict(found)
+    names = {"phi_q", "phi_k"} & set(own)
+    step = balance_step(tensors["phi_q"], tensors["phi_k"]) if names else None
+    for name in names:
+        assert step is not None
+        triples = own[name][..., : 3 * spec.split].unflatten(-1, (spec.split, 3))
+        # of high and low parts, (h, h, l) and (h, l, h), those that meet the other factor's parts
+        partner = 1 if name == "phi_q" else 2
+        front = triples[..., 0] + triples[..., partner]
+        plain = own[name][..., 3 * spec.split : 2 * spec.split + spec.columns]
+        columns = torch.cat([front, plain], -1)
+        own[name] = columns * step if name == "phi_q" else columns / step
+    return own

@@ -1,0 +1,113 @@
+"""The backward kernels compile for sm_90 at awkward sizes, and common ones fit registers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flashbias_convert import ScoreBias
+
+from .cases import Inputs
+from .conftest import INTERPRETED
+
+triton = pytest.importorskip("triton")
+if INTERPRETED:
+    pytest.skip("Triton's interpreter does not compile", allow_module_level=True)
+
+from .ahead_of_time import (  # noqa: E402
+    CUOBJDUMP,
+    HOPPER_SHARED_BYTES,
+    Compiled,
+    compile_training,
+)
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One call to compile for, forward and backward.
+
+    Attributes:
+        dtype: of q, k and v.
+        n, d: queries and head size.
+        terms: builds the terms of the bias, all of which ask for gradients.
+        kernels: the backward kernels that must be there.
+        options: arguments of the call.
+        in_registers: whether no number may spill.
+        forward: compile the forward kernel that keeps sums of rows, too.
+    """
+
+    dtype: torch.dtype
+    n: int
+    d: int
+    terms: Callable[[Inputs], Sequence[Any]] = lambda x: ()
+    kernels: tuple[str, ...] = ("delta", "query_gradients", "key_gradients")
+    options: dict[str, Any] = field(default_factory=dict)
+    in_registers: bool = True
+    forward: bool = False
+
+    def compile(self) -> list[Compiled]:
+        x = Inputs(torch.device("cpu"), self.dtype, n=self.n, d=self.d, heads=2)
+        q, k, v = (t.requires_grad_() for t in (x.q, x.k, x.v))
+        terms = tuple(
+            term.map_tensors(lambda _, t: t.requires_grad_() if t.is_floating_point() else t)
+            for term in self.terms(x)
+        )
+        options = dict(self.options)
+        if options.pop("learnt_scale", False):
+            options["scale"] = torch.ones(2, requires_grad=True)
+        bias = ScoreBias(terms, 2) if terms else None
+        return compile_training(q, k, v, bias, forward=self.forward, **options)
+
+
+WITH_PAIRS = ("delta", "query_gradients", "key_gradients", "pair_gradients")
+WITH_TABLES = (*WITH_PAIRS, "sums_by_code")
+
+
+def without_pairs(x: Inputs) -> Sequence[Any]:
+    gated = [x.rows(term) for term in (x.key_bias(), x.alibi(), x.regions(), x.diagonal())]
+    return (*gated, x.axial())
+
+
+VARIANTS = {
+    "windows-table": Variant(
+        FP16, 144, 32, lambda x: [x.table(), x.regions()], WITH_TABLES,
+        {"cosine": True, "learnt_scale": True},
+    ),
+    "long-rank16": Variant(BF16, 576, 64, lambda x: [x.low_rank(16, split=0)], forward=True),
+    "long-alibi": Variant(BF16, 576, 64, lambda x: [x.alibi()], options={"causal": True}),
+    "decode-rank1": Variant(FP16, 1, 40, lambda x: [x.low_rank(1)], forward=True),
+    "rank17-head-size-72": Variant(
+        BF16, 113, 72, lambda x: [x.low_rank(17, split=0)], in_registers=False
+    ),
+    "rank56-dense": Variant(
+        BF16, 197, 24, lambda x: [x.low_rank(56, split=0), x.dense()], WITH_PAIRS
+    ),
+    "thin-terms": Variant(
+        FP16, 49, 8, without_pairs, options={"causal": True}, in_registers=False
+    ),
+    "lookup-rows": Variant(BF16, 63, 16, lambda x: [x.rows(x.lookup())], WITH_TABLES),
+    "fp32-rank2": Variant(FP32, 63, 12, lambda x: [x.low_rank(2), x.key_bias()]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_backward_kernels_compile(name: str, tmp_path: Path) -> None:
+    variant = VARIANTS[name]
+    compiled = variant.compile()
+    assert {c.name for c in compiled} >= {f"{kernel}_kernel" for kernel in variant.kernels}
+    for each in compiled:
+        assert each.shared < HOPPER_SHARED_BYTES
+        if variant.in_registers and CUOBJDUMP.exists():
+            assert each.stack_bytes(tmp_path) == 0, each.name
+        if variant.dtype != FP32 and each.name in (
+            "query_gradients_kernel",
+            "key_gradients_kernel",
+        ):
+            assert "mma" in each.ptx
