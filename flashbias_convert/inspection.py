@@ -161,13 +161,19 @@ def _nothing_found(model: nn.Module, registry: Registry) -> NothingToConvertErro
     near = {c for k in known for c in difflib.get_close_matches(k.rpartition(".")[2], short)}
     similar = [short[c] for c in short if c in near]
     attention = [cls for c, cls in short.items() if re.search("attention|attn", c, re.IGNORECASE)]
-    hints = [f"classes with a recipe: {_listed(known, len(known))}"]
+    known.sort(key=lambda k: -_likeness(k.rpartition(".")[2], short))  # most alike first
+    hints = [f"{len(known)} classes have a recipe, such as {_listed(known, 3)}"]
     if similar:
         hints.append(f"nearest classes in this model: {_listed(similar)}")
     if attention:
         places = [f"{cls} (first at {present[cls]!r})" for cls in attention]
         hints.append(f"looks like attention: {_listed(places)}")
     return NothingToConvertError("no module of this model has a recipe", "; ".join(hints))
+
+
+def _likeness(name: str, names: Iterable[str]) -> float:
+    """How alike a name is to the one that is most like it, from 0 to 1."""
+    return max((difflib.SequenceMatcher(None, name, n).ratio() for n in names), default=0.0)
 
 
 def _listed(items: Sequence[str], limit: int = 8) -> str:
@@ -299,7 +305,8 @@ def _together(matches: Sequence[_Match], plans: Sequence[SitePlan]) -> list[Site
     """
     lacking: dict[nn.Module, str] = {}
     for match, plan in zip(matches, plans, strict=True):
-        if match.site.owner is not None and plan.status != "patched":
+        shares = match.site.owner is not None and match.recipe.shares(match.site.module)
+        if shares and match.site.owner is not None and plan.status != "patched":
             lacking.setdefault(match.site.owner, plan.name)
     done = []
     for match, plan in zip(matches, plans, strict=True):
