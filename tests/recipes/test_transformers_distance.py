@@ -14,6 +14,7 @@ from flashbias_convert import inspect_model, patch_model
 from flashbias_convert.models.caches import CACHE_FIELD
 from flashbias_convert.modules import ScoreBiasModule
 from flashbias_convert.swap import patched_owners
+from flashbias_convert.views import site_views
 from tests.recipes import model_parity as parity
 from tests.recipes.model_parity import PATHS, Case, randomised
 from tests.support import assert_parity
@@ -250,6 +251,13 @@ def test_cross_attention_is_left_alone() -> None:
     ]
     assert all("cross-attention" in site.reason for site in alone)
     assert all(site.builders() == ("distance_table",) for site in plan.patched)
+
+
+def test_a_viewer_is_told_why_there_is_nothing_to_draw() -> None:
+    notes = {view.note for view in site_views(t5("t5"), inspect_model(t5("t5")))}
+    assert notes == {"its bias is made in each call", "cross-attention: it adds no bias"}
+    (note,) = {view.note for view in site_views(mpnet(), inspect_model(mpnet()))}
+    assert note == "its bias is made in each call"
 
 
 def test_one_layer_left_alone_means_its_stack() -> None:
