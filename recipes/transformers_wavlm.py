@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from flashbias_convert.fallback import WEIGHTS, say_original, weights_are_recorded
 from flashbias_convert.patched_attention import PatchedAttention
@@ -50,13 +51,16 @@ class WavLMAttention(PatchedAttention):
             distance = torch.arange(1 - n, n, device=hidden_states.device)
             bucket = self._relative_positions_bucket(distance)  # type: ignore[operator]
             position_bias = self.rel_attn_embed(bucket).T  # (H, 2 N - 1)
+        # the original takes the weights and does not call the layers: nor do their hooks run here
         projections = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (self._heads(project(hidden_states)) for project in projections)
+        q, k, v = (self._heads(F.linear(hidden_states, p.weight, p.bias)) for p in projections)
         gate = self._gate(self._heads(hidden_states))
         built = {"distance_table": {"table": position_bias, "n": n, "gate": gate}}
         seen = None if attention_mask is None else attention_mask == 1  # (B, N)
         out = self.score_bias(q, k, v, built=built, key_mask=seen, scale=self.scaling)
-        return self.out_proj(out.transpose(1, 2).flatten(2)), None, position_bias
+        last = self.out_proj
+        out = F.linear(out.transpose(1, 2).flatten(2), last.weight, last.bias)
+        return out, None, position_bias
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, H, N, D)

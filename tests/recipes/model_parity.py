@@ -63,17 +63,17 @@ class Case:
 
 
 def randomised(model: Any, std: float = 0.15, **large: float) -> Any:
-    """The model in eval mode, its matrices normal, always the same.
+    """The model in eval mode, its matrices and biases normal, always the same.
 
     Args:
         model: any model.
-        std: of every parameter with more than one dimension.
+        std: of every bias, and of every parameter with more than one dimension.
         **large: standard deviations of parameters whose names contain a word.
     """
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.eval().named_parameters():
         own = next((value for word, value in large.items() if word in name), None)
-        if parameter.dim() > 1 or own is not None:
+        if parameter.dim() > 1 or name.endswith("bias") or own is not None:
             own = std if own is None else own
             parameter.data.copy_(own * torch.randn(parameter.shape, generator=generator))
     return model

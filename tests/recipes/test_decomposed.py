@@ -64,7 +64,7 @@ def timm_sam(**changes: Any) -> Any:
         "mlp_ratio": 1.0, "use_rel_pos": True, "window_size": 3, "global_attn_indexes": (1,),
         "neck_chans": 8, "num_classes": 7,
     }  # fmt: skip
-    return randomised(VisionTransformerSAM(**settings | changes), rel_pos=0.7)
+    return randomised(VisionTransformerSAM(**settings | changes), rel_pos=1.0)
 
 
 def mvitv2(large: float = 1.5, **changes: Any) -> Any:
@@ -94,7 +94,7 @@ MAKE: dict[str, Callable[[], Any]] = {
     "timm sam norms": lambda: timm_sam(qk_norm=True),
     "mvitv2": mvitv2,
     "mvitv2 cls": lambda: mvitv2(use_cls_token=True),
-    "mvitv2 plain": lambda: mvitv2(large=4.0, residual_pooling=False, mode="avg"),
+    "mvitv2 plain": lambda: mvitv2(large=8.0, residual_pooling=False, mode="avg"),
 }
 CASES = {
     name: Case(make, first, BIAS, {"patched": 3 if "mvit" in name else 2})
