@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from .terms import Alibi, Axial, KeyBias, RelativeTable, Term
+from .terms import Alibi, Axial, Dense, KeyBias, LowRank, RelativeTable, Term
 
 
 @dataclass(frozen=True)
@@ -88,28 +89,70 @@ def cls_window_table(*, table: Tensor, window: tuple[int, int]) -> RelativeTable
     )
 
 
-def axial_rows(*, q: Tensor, rel_h: Tensor, rel_w: Tensor, y: Tensor, x: Tensor) -> Axial:
-    """Rows of decomposed relative positions: products of the queries with two tables (SAM, ViTDet).
+def distance_table(*, table: Tensor, n: int, gate: Tensor | None = None) -> RelativeTable:
+    """A bias of the distance from query to key, from its values at each distance (T5, WavLM).
 
     Args:
-        q: shape (*batch, H, N, D), not scaled.
-        rel_h: shape (N, kH, D): for each query what belongs to each row of keys.
-        rel_w: shape (N, kW, D): likewise for columns.
-        y, x: integers (M,), row and column of each key.
+        table: shape (H, N + M - 1): the bias where key minus query is -(N - 1), ..., M - 1.
+        n: number of queries, N.
+        gate: multiplies the rows, shape (*batch, H, N).
     """
-    return Axial(
-        rel_h=torch.einsum("...nd,nkd->...nk", q, rel_h.to(q.dtype)),
-        rel_w=torch.einsum("...nd,nkd->...nk", q, rel_w.to(q.dtype)),
-        y=y,
-        x=x,
+    wide = table.to(torch.promote_types(table.dtype, torch.float32))
+    m = table.shape[-1] - n + 1
+    return RelativeTable(
+        table=wide,
+        u=torch.arange(n - 1, -1, -1, dtype=torch.int32, device=table.device),
+        v=torch.arange(m, dtype=torch.int32, device=table.device),
+        row_scale=None if gate is None else gate.to(wide.dtype),
     )
 
 
+def axial_rows(*, q: Tensor, rel_h: Tensor, rel_w: Tensor, special: int = 0) -> Axial:
+    """Rows of decomposed relative positions: products of the queries with two tables (SAM, MViTv2).
+
+    Args:
+        q: shape (*batch, H, special + qH * qW, D), not scaled.
+        rel_h: shape (qH, kH, D): for each row of queries what belongs to each row of keys.
+        rel_w: shape (qW, kW, D): likewise for columns.
+        special: tokens in front of the map, of queries and of keys, that take no part.
+    """
+    (height, k_height), (width, k_width) = rel_h.shape[:2], rel_w.shape[:2]
+    grid = q[..., special:, :].unflatten(-2, (height, width))
+    rows = torch.einsum("...yxd,ykd->...yxk", grid, rel_h.to(q.dtype)).flatten(-3, -2)
+    columns = torch.einsum("...yxd,xkd->...yxk", grid, rel_w.to(q.dtype)).flatten(-3, -2)
+    key = torch.arange(k_height * k_width, device=q.device)
+    y, x = key // k_width, key % k_width
+    if special:  # their rows are zeros, and so is a row and a column of keys that does not exist
+        rows, columns = (F.pad(part, (0, 1, special, 0)) for part in (rows, columns))
+        y, x = F.pad(y, (special, 0), value=k_height), F.pad(x, (special, 0), value=k_width)
+    return Axial(rel_h=rows, rel_w=columns, y=y, x=x)
+
+
+def product(*, q: Tensor, k: Tensor, scale: float) -> LowRank:
+    """Scores of a second stream: its queries and keys are the factors (LiLT).
+
+    Args:
+        q, k: shapes (*batch, H, N, R) and (*batch, H, M, R).
+        scale: multiplies their products.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    # the columns come in the precision of the model: there is nothing below it to split off
+    return LowRank(phi_q=q.to(wide) * scale, phi_k=k.to(wide), split=0)
+
+
+def dense(*, bias: Tensor) -> Dense:
+    """A bias that a model makes of its input, shape (*batch, H, N, M) (LayoutLMv3)."""
+    return Dense(bias=bias)
+
+
 BUILDERS: dict[str, Builder] = {
+    "product": Builder(product),
     "padded_alibi": Builder(padded_alibi, replaces=(Alibi.kind,)),
     "rounded_alibi": Builder(rounded_alibi, replaces=(Alibi.kind,)),
     "axial_rows": Builder(axial_rows),
     "cls_window_table": Builder(cls_window_table),
+    "dense": Builder(dense),
+    "distance_table": Builder(distance_table),
 }
 
 

@@ -1,6 +1,6 @@
-"""Causal attention with padding and a key-value cache: masks of linear size, never dropped.
+"""Attention with padding and a key-value cache: masks of linear size, never dropped.
 
-Causal language models turn a padding mask (B, M) into one of (B, 1, N, M). Here the padding mask
+Language models turn a padding mask (B, M) into one of (B, 1, N, M). Here the padding mask
 travels as a *key table* instead: integers (B, 1, 1, M), for each key its place among the tokens of
 its row, from 1 on, or 0 for padding. A table of zero keys, (1, 1, 1, 0), says that nothing is
 padded. Four dimensions, so that a model takes it for a mask that is ready; integers, so that
@@ -54,7 +54,7 @@ def check_padding(mask: Tensor | None, batch: int, n: int, cache: Any) -> None:
     """
     if mask is None:
         return
-    layers = getattr(cache, "layers", None)
+    layers = getattr(own_cache(cache), "layers", None)
     fixed = getattr(layers[0], "max_cache_len", None) if layers else None
     start = query_start(cache, 0)
     wanted = start + n if isinstance(start, int) else 0  # where a tensor counts, it is not read
@@ -66,6 +66,11 @@ def check_padding(mask: Tensor | None, batch: int, n: int, cache: Any) -> None:
         )
 
 
+def own_cache(cache: Any) -> Any:
+    """The cache of self-attention, where decoders keep a second one for cross-attention."""
+    return getattr(cache, "self_attention_cache", cache)
+
+
 def query_start(cache: Any, layer: int | None) -> int | Tensor:
     """How many keys a cache of transformers holds before this call adds its own.
 
@@ -74,7 +79,7 @@ def query_start(cache: Any, layer: int | None) -> int | Tensor:
     """
     if cache is None:
         return 0
-    start = cache.get_seq_length(layer or 0)
+    start = own_cache(cache).get_seq_length(layer or 0)
     return start.reshape(()).clone() if isinstance(start, Tensor) else int(start)
 
 
@@ -88,6 +93,7 @@ def attend_causal(
     start: int | Tensor,
     builder: str | None = None,
     inputs: Mapping[str, Any] | None = None,
+    built: Mapping[str, dict[str, Any]] | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """Causal attention with a site's terms and the padding of this call.
@@ -102,6 +108,7 @@ def attend_causal(
         builder: makes the bias from the places (B, M) of the keys, 0 for padding, where it follows
             the padding.
         inputs: what else the builder takes.
+        built: inputs of builders that do not follow the padding, by their names.
         **kwargs: keyword arguments of `flashbias_attention`.
 
     Returns:
@@ -114,10 +121,35 @@ def attend_causal(
     first = start.expand(batch) if isinstance(start, Tensor) else start
     call = {"causal": True, "query_start": first, **kwargs}
     if keys.shape[-1] == 0:
-        return score_bias(q, k, v, **call)
+        return score_bias(q, k, v, built=built, **call)
     places = _fit(keys[:, 0, 0, :], start, n, m)
-    built = {} if builder is None else {builder: {"places": places, **(inputs or {})}}
-    out: Tensor = score_bias(q, k, v, built=built, key_mask=places != 0, **call)
+    padded = {} if builder is None else {builder: {"places": places, **(inputs or {})}}
+    out: Tensor = score_bias(
+        q, k, v, built={**(built or {}), **padded}, key_mask=places != 0, **call
+    )
+    return out
+
+
+def attend_padded(
+    score_bias: ScoreBiasModule, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, **kwargs: Any
+) -> Tensor:
+    """Attention in both directions with a site's terms and the padding of this call.
+
+    Args:
+        score_bias: the terms of the site.
+        q, k, v: shapes (B, H, N, D), (B, H, M, D) and (B, H, M, Dv).
+        keys: the key table.
+        **kwargs: keyword arguments of `ScoreBiasModule`.
+
+    Returns:
+        Tensor of shape (B, H, N, Dv); zeros for rows of the batch that are padding only.
+
+    Raises:
+        ValueError: the padding mask is for another number of keys.
+    """
+    if keys.shape[-1]:
+        kwargs["key_mask"] = _fit(keys[:, 0, 0, :], 0, k.shape[-2], k.shape[-2]) != 0
+    out: Tensor = score_bias(q, k, v, **kwargs)
     return out
 
 

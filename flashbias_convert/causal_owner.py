@@ -1,4 +1,4 @@
-"""Owners of causal language models: the padding mask goes through them as a key table."""
+"""Owners of language models: the padding mask goes through them as a key table."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from .causal import check_padding, key_table
+from .causal import check_padding, key_table, own_cache
+from .fallback import NO_PADDING_MASK, WEIGHTS, say_original
 from .patched_owner import PatchedOwner
 
 
-class CausalOwner(PatchedOwner):
-    """A decoder whose forward makes a causal mask (B, 1, N, M) from a padding mask (B, M).
+class KeyTableOwner(PatchedOwner):
+    """A model whose forward makes a mask (B, 1, N, M) from a padding mask (B, M).
 
     It hands on a key table instead. Its original forward runs, masks and all, for a mask that is
-    not a padding mask and for a call that asks for attention weights.
+    not a padding mask and for a call that asks for attention weights, and says so once.
     """
 
     def flashbias_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -25,6 +26,7 @@ class CausalOwner(PatchedOwner):
         mask, inputs = call.get("attention_mask"), _inputs(call)
         padding = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
         if inputs is None or not padding or self._returns_weights(call):
+            say_original(WEIGHTS if padding else NO_PADDING_MASK)
             return self.original_forward(*args, **kwargs)
         cache = call.get("cache", call.get("past_key_values"))
         check_padding(mask, inputs.shape[0], inputs.shape[1], cache)
@@ -33,9 +35,11 @@ class CausalOwner(PatchedOwner):
             return self.original_forward(**call)
 
     def _returns_weights(self, call: Mapping[str, Any]) -> bool:
-        wanted = call.get("output_attentions")
-        config: Any = self.config
-        return bool(config.output_attentions if wanted is None else wanted)
+        return returns_weights(self, call)
+
+
+class CausalOwner(KeyTableOwner):
+    """A decoder whose forward makes a causal mask (B, 1, N, M) from a padding mask (B, M)."""
 
 
 class PaddingMaskInGenerate(PatchedOwner):
@@ -57,8 +61,14 @@ class PaddingMaskInGenerate(PatchedOwner):
         cache = past_key_values if cache is None else cache
         if attention_mask is None or attention_mask.dim() != 2 or cache is None:
             return attention_mask
-        length = cache.get_mask_sizes(inputs_embeds.shape[1], 0)[0]
+        length = own_cache(cache).get_mask_sizes(inputs_embeds.shape[1], 0)[0]
         return F.pad(attention_mask, (0, max(0, length - attention_mask.shape[-1])))
+
+
+def returns_weights(model: Any, call: Mapping[str, Any]) -> bool:
+    """Whether a call of a model of transformers asks for attention weights."""
+    wanted = call.get("output_attentions")
+    return bool(model.config.output_attentions if wanted is None else wanted)
 
 
 def _inputs(call: Mapping[str, Any]) -> Tensor | None:

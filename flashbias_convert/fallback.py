@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from functools import cache
 
 import torch
 
 from .attention.backends import BackendFallbackWarning
+
+#: why calls run the original attention
+WEIGHTS = "a call asks for attention weights, which the fused path never makes"
+NO_PADDING_MASK = "the mask of a call is no padding mask"
+
+
+def weights_are_recorded() -> bool:
+    """Whether transformers records attention weights now, in this thread.
+
+    Newer models do not tell their attention modules that weights are asked for: hooks collect
+    what the modules return. Not asked while torch.compile traces, which cannot look there.
+    """
+    recording = sys.modules.get("transformers.utils.output_capturing")
+    if recording is None or torch.compiler.is_compiling():
+        return False
+    collected = recording._active_collector.get() or {}
+    return any("attentions" in key for key in collected)
 
 
 def say_original(reason: str) -> None:

@@ -126,11 +126,11 @@ def _find_sites(model: nn.Module, registry: Registry, tokens: int | None) -> Ite
     for module, own in names.items():
         recipe = registry.find(module)
         if recipe is not None:
-            owner = _owner(model, own[0], recipe)
+            owner = owner_of(model, own[0], recipe)
             yield _Match(Site(own[0], module, model, tokens, owner), recipe, tuple(own))
 
 
-def _owner(model: nn.Module, name: str, recipe: Recipe) -> nn.Module | None:
+def owner_of(model: nn.Module, name: str, recipe: Recipe) -> nn.Module | None:
     """The nearest module above `name` that makes its bias, if the recipe has owners."""
     while recipe.owners and name:
         name = name.rpartition(".")[0]
@@ -300,7 +300,8 @@ def _together(matches: Sequence[_Match], plans: Sequence[SitePlan]) -> list[Site
     """
     lacking: dict[nn.Module, str] = {}
     for match, plan in zip(matches, plans, strict=True):
-        if match.site.owner is not None and plan.status != "patched":
+        shares = match.site.owner is not None and match.recipe.shares(match.site.module)
+        if shares and match.site.owner is not None and plan.status != "patched":
             lacking.setdefault(match.site.owner, plan.name)
     done = []
     for match, plan in zip(matches, plans, strict=True):

@@ -113,8 +113,9 @@ def _apply_owners(model: nn.Module, registry: Registry) -> None:
         for recipe, owner in owners:
             if not owner.matches(module) or not patched_modules(module):
                 continue
-            below = [m for m in module.modules() if registry.find(m) is recipe]
-            if not all(isinstance(m, PatchedAttention) for m in below):
+            below = [m for m in module.modules() if registry.find(m) is recipe and recipe.shares(m)]
+            together = all(isinstance(m, PatchedAttention) for m in below)
+            if owner is recipe.owners[0] and not together:
                 raise UsageError(f"{name}: its attention modules can only be patched together")
             try:
                 patch_owner(module, owner.patch)

@@ -113,6 +113,10 @@ class Owner:
         return known and self.when(module)
 
 
+def _always(_: nn.Module) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class Recipe:
     """What we know of one architecture.
@@ -128,6 +132,8 @@ class Recipe:
         owners: modules above that are patched with the attention. A site without one of the first
             kind is unsupported, unless it is not required; the attention modules of one are
             converted together or not at all.
+        shares: whether an attention module takes what its owner makes; of T5's, cross-attention
+            does not. Those that do not are left out of "together or not at all".
     """
 
     name: str
@@ -138,6 +144,7 @@ class Recipe:
     attention: type[PatchedAttention]
     describe: Callable[[Site], Description]
     owners: tuple[Owner, ...] = ()
+    shares: Callable[[nn.Module], bool] = _always
 
 
 def qualified_name(cls: type) -> str:

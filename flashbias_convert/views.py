@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from .decompose import cumulative_energy, row_center, spectrum
 from .errors import FlashBiasError
-from .inspection import leave_no_trace
+from .inspection import leave_no_trace, owner_of
 from .plan import Plan, SitePlan
-from .recipe import Description, Recipe, Registry, Site, UnsupportedSite
+from .recipe import Description, NoBias, Recipe, Registry, Site, UnsupportedSite
 from .terms import ScoreBias
 
 #: entries (H * N * M) of the largest bias that is looked at
@@ -73,7 +73,10 @@ def _view(model: nn.Module, site: SitePlan, registry: Registry, tokens: int | No
     if site.status not in ("patched", "left alone") or recipe is None:
         return SiteView(site, note=f"{site.status}: {site.reason}")
     try:
-        description = recipe.describe(Site(site.name, module, model, tokens))
+        owner = owner_of(model, site.name, recipe)
+        description = recipe.describe(Site(site.name, module, model, tokens, owner))
+    except NoBias as error:
+        return SiteView(site, note=str(error))
     except (UnsupportedSite, FlashBiasError, RuntimeError, ValueError) as error:
         return SiteView(site, note=f"its bias cannot be computed: {error}")
     cells = description.num_heads * description.n * description.m
@@ -86,7 +89,8 @@ def _view(model: nn.Module, site: SitePlan, registry: Registry, tokens: int | No
 
 def _closed_form(site: SitePlan, description: Description) -> SiteView:
     if not description.exact_terms:
-        return SiteView(site, note="there is no bias")
+        made = "its bias is made in each call" if description.builders else "there is no bias"
+        return SiteView(site, note=made)
     terms = ScoreBias(description.exact_terms, description.num_heads)
     flat = _flat(row_center(terms.dense(description.n, description.m)))
     shown = flat[0].cpu()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flashbias_convert import apply_plan, inspect_model, patch_model
 from flashbias_convert.attention import flashbias_attention
-from flashbias_convert.builders import axial_rows, find_builder
+from flashbias_convert.builders import axial_rows, distance_table, find_builder
 from flashbias_convert.modules import ScoreBiasModule
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.plan import Plan
@@ -31,11 +31,10 @@ class DecomposedAttention(nn.Module):
         self.rel_pos_w = nn.Parameter(torch.randn(2 * width - 1, dim // heads))
 
     def tables(self) -> dict[str, Tensor]:
-        token = torch.arange(self.height * self.width)
-        y, x = token // self.width, token % self.width
-        rows = y[:, None] - torch.arange(self.height) + self.height - 1
-        columns = x[:, None] - torch.arange(self.width) + self.width - 1
-        return {"rel_h": self.rel_pos_h[rows], "rel_w": self.rel_pos_w[columns], "y": y, "x": x}
+        y, x = torch.arange(self.height), torch.arange(self.width)
+        rows = y[:, None] - y + self.height - 1
+        columns = x[:, None] - x + self.width - 1
+        return {"rel_h": self.rel_pos_h[rows], "rel_w": self.rel_pos_w[columns]}
 
     def heads_of(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         qkv = self.qkv(tokens).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -45,9 +44,10 @@ class DecomposedAttention(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         q, k, v = self.heads_of(tokens)
         tables = self.tables()
-        rel_h = torch.einsum("bhnd,nkd->bhnk", q, tables["rel_h"])
-        rel_w = torch.einsum("bhnd,nkd->bhnk", q, tables["rel_w"])
-        bias = (rel_h[..., :, None] + rel_w[..., None, :]).flatten(-2)
+        grid = q.unflatten(2, (self.height, self.width))
+        rel_h = torch.einsum("bhyxd,ykd->bhyxk", grid, tables["rel_h"])
+        rel_w = torch.einsum("bhyxd,xkd->bhyxk", grid, tables["rel_w"])
+        bias = (rel_h[..., :, None] + rel_w[..., None, :]).flatten(-2).flatten(2, 3)
         weights = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + bias).softmax(-1)
         out: Tensor = self.proj((weights @ v).transpose(1, 2).flatten(2))
         return out
@@ -143,6 +143,27 @@ def test_rows_are_products_with_tables() -> None:
     out = flashbias_attention(q, q, q, ScoreBias((term,), 2), backend="eager")
     weights = (q @ q.transpose(-1, -2) * 8**-0.5 + expected).softmax(-1)
     torch.testing.assert_close(out, weights @ q)
+
+
+def test_special_tokens_take_no_part() -> None:
+    torch.manual_seed(0)
+    module = DecomposedAttention()
+    q = torch.randn(2, 2, 17, 8)
+    plain = axial_rows(q=q[..., 2:, :], **module.tables()).dense(15, 15)
+    found = axial_rows(q=q, special=2, **module.tables()).dense(17, 17)
+    torch.testing.assert_close(found[..., 2:, 2:], plain)
+    assert not found[..., :2, :].any() and not found[..., :2].any()
+
+
+def test_a_table_of_distances() -> None:
+    torch.manual_seed(0)
+    n, m, table, gate = 3, 5, torch.randn(2, 7), torch.randn(4, 2, 3)
+    term = distance_table(table=table.bfloat16(), n=n, gate=gate)
+    found = term.dense(n, m)
+    for i in range(n):
+        for j in range(m):
+            value = table.bfloat16().float()[:, j - i + n - 1]
+            torch.testing.assert_close(found[..., i, j], gate[..., i] * value)
 
 
 def test_builders_say_what_they_replace() -> None:

@@ -1,0 +1,50 @@
+"""UMT5 of transformers: T5 whose every layer has a bias of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from flashbias_convert.causal import is_key_table
+from flashbias_convert.causal_owner import KeyTableOwner, PaddingMaskInGenerate
+from flashbias_convert.recipe import Owner, Recipe
+
+from .transformers_t5 import T5Attention, describe, is_self_attention
+
+
+class UMT5Attention(T5Attention):
+    """`UMT5Attention` as self-attention."""
+
+    def flashbias_forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        cache: Any = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if attention_mask is None or not is_key_table(attention_mask):
+            given = (hidden_states, encoder_hidden_states, cache, attention_mask)
+            original: tuple[Tensor, Tensor | None] = self.original_forward(*given, **kwargs)
+            return original
+        cache = kwargs.get("past_key_values") if cache is None else cache  # its older name
+        return self.attend(hidden_states, attention_mask, None, cache)[0], None
+
+
+_MODULE = "transformers.models.umt5.modeling_umt5"
+
+recipe = Recipe(
+    name="transformers_umt5",
+    title="UMT5 (transformers)",
+    classes=(f"{_MODULE}.UMT5Attention",),
+    library="transformers",
+    tested=">=5.24,<5.25",
+    attention=UMT5Attention,
+    describe=describe,
+    owners=(
+        Owner((f"{_MODULE}.UMT5Stack",), KeyTableOwner),
+        Owner((f"{_MODULE}.UMT5ForConditionalGeneration",), PaddingMaskInGenerate),
+    ),
+    shares=is_self_attention,
+)
