@@ -14,6 +14,7 @@ LAYERS = [
     {"errors"},
     {"options"},
     {"terms"},
+    {"builder_module"},
     {"decompose", "attention"},
     {"builders"},
     {"models", "modules", "composed"},

@@ -1,0 +1,340 @@
+"""Neural decomposition: factor networks fitted to a bias (FlashBias, section 3.2, equation 5).
+
+The paper fits the bias itself. Here its rows are centred, since softmax ignores a constant per row,
+and what was lost is measured on samples that were not trained on, in the terms of `Loss`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UsageError
+from .factor_networks import FactorNetworks
+from .fit_state import FitState, read_state, write_state
+from .loss import Loss
+from .neural_options import PROGRESS, FitOptions
+from .neural_samples import Draw, Sample, evaluate, mean_loss, squared_error, squared_size
+
+#: How many drawn samples judge a fit.
+EVALUATION = 2
+
+
+@dataclass(frozen=True)
+class Check:
+    """A look at the evaluation samples.
+
+    Attributes:
+        step: how many steps were done.
+        rate: the learning rate of the last one.
+        trained: the loss of the last step, relative to the size of what is approximated.
+        evaluated: the same on the evaluation samples.
+        energy: of the worst head and sample, see `Loss`.
+        attention_error: likewise.
+    """
+
+    step: int
+    rate: float
+    trained: float
+    evaluated: float
+    energy: float
+    attention_error: float
+
+
+@dataclass(frozen=True, eq=False)
+class FitResult:
+    """Factor networks, and what they lose.
+
+    Attributes:
+        networks: those of the best check, on the device of the fit.
+        history: every check, in order.
+        loss: on the evaluation samples, the worst one of each head, shapes (H,); energy, logit
+            errors and attention error.
+        reached: whether every head keeps what was asked for.
+        reason: why the fit ended, and what it misses.
+        steps: how many were done.
+    """
+
+    networks: FactorNetworks = field(repr=False)
+    history: tuple[Check, ...]
+    loss: Loss
+    reached: bool
+    reason: str
+    steps: int
+
+
+Progress = Callable[[Check], None]
+
+
+def fit_factor_networks(
+    bias_fn: Callable[[Tensor, Tensor], Tensor],
+    sample_tokens: Callable[[torch.Generator], Tensor | tuple[Tensor, Tensor]],
+    *,
+    rank: int,
+    heads: int,
+    options: FitOptions | None = None,
+    device: torch.device | str = "cpu",
+    state: str | Path | None = None,
+    progress: Progress | None = None,
+    **changes: Any,
+) -> FitResult:
+    """Fit factor networks to a bias that is a function of the features of its tokens.
+
+    Args:
+        bias_fn: (x_q, x_k) -> bias, shapes (*batch, N, C), (*batch, M, C) -> (*batch, H, N, M);
+            without masks.
+        sample_tokens: draws features, floating point, on any device: x for both, or (x_q, x_k).
+            Everything random must come from the generator that it is given, which is on `device`.
+        rank: R, for every head.
+        heads: H.
+        options: how; the defaults of `FitOptions`.
+        device: where to train. Equal seeds give equal bits on equal devices.
+        state: a file that keeps the fit after every check; a fit that finds it goes on from there
+            and ends with the same bits as one that was never interrupted.
+        progress: called after every check.
+        **changes: fields of `FitOptions` to replace.
+
+    Raises:
+        UsageError: options or shapes that make no sense, or a state of another fit.
+        DecompositionError: NaN or infinity in a sample.
+        CheckpointError: a state that cannot be read.
+    """
+
+    def draw(generator: torch.Generator) -> Sample:
+        drawn = sample_tokens(generator)
+        x_q, x_k = drawn if isinstance(drawn, tuple) else (drawn, drawn)
+        return Sample(x_q, x_k, bias_fn(x_q, x_k))
+
+    return fit(
+        draw, rank=rank, heads=heads, options=replace(options or FitOptions(), **changes),
+        device=device, state=state, progress=progress,
+    )  # fmt: skip
+
+
+def fit(
+    draw: Draw,
+    *,
+    rank: int,
+    heads: int,
+    options: FitOptions,
+    evaluation: Sequence[Sample] = (),
+    device: torch.device | str = "cpu",
+    state: str | Path | None = None,
+    progress: Progress | None = None,
+) -> FitResult:
+    """Fit factor networks to samples; see `fit_factor_networks`.
+
+    Args:
+        draw: makes the sample of a step.
+        evaluation: samples that judge; none means that `draw` makes them, of a seed of their own.
+    """
+    device = torch.device(device)
+    judges = [sample.to(device) for sample in evaluation or _drawn(draw, options.seed, device)]
+    for sample in judges:
+        sample.check(heads)
+    fitting = _Fitting(draw, judges, _networks(judges, rank, heads, options), options, device)
+    found = None if state is None else read_state(state, fitting.identity())
+    if found is not None:
+        fitting.resume(found)
+    while fitting.ended is None:
+        fitting.advance()
+        if state is not None:
+            write_state(state, fitting.identity(), fitting.state())
+        if progress is not None:
+            progress(fitting.history[-1])
+    return fitting.result()
+
+
+def _drawn(draw: Draw, seed: int, device: torch.device) -> list[Sample]:
+    generator = torch.Generator(device).manual_seed(_seed(seed, 1))
+    return [draw(generator) for _ in range(EVALUATION)]
+
+
+def _seed(seed: int, purpose: int) -> int:
+    """Distinct for every pair; seeds that are near each other share no numbers."""
+    return (seed * 3 + purpose) % 2**63
+
+
+def _networks(
+    judges: Sequence[Sample], rank: int, heads: int, options: FitOptions
+) -> FactorNetworks:
+    """Untrained networks that know how large features and biases are."""
+    first = judges[0]
+    for sample in judges:
+        if sample.x_q.shape[-1] != first.x_q.shape[-1] or sample.x_k.shape[-1] != first.x_k.shape[-1]:
+            raise UsageError("samples must all have the same number of features")
+    try:
+        networks = FactorNetworks(
+            first.x_q.shape[-1], first.x_k.shape[-1], heads, rank, options.hidden
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    networks.initialise(torch.Generator().manual_seed(_seed(options.seed, 0)))
+    networks.phi_q.standardise(torch.cat([s.x_q.flatten(0, -2) for s in judges]).cpu())
+    networks.phi_k.standardise(torch.cat([s.x_k.flatten(0, -2) for s in judges]).cpu())
+    kind = "raw" if options.loss == "raw" else "centred"
+    networks.gain.copy_(_positive(_size(judges, kind).sqrt()).cpu())
+    return networks
+
+
+def _size(judges: Sequence[Sample], loss: Any) -> Tensor:
+    return torch.stack([squared_size(s, loss).double() for s in judges]).mean(0)
+
+
+def _positive(x: Tensor) -> Tensor:
+    """A head without a bias counts like one of size 1."""
+    return torch.where(x > 0, x, torch.ones_like(x))
+
+
+class _Fitting:
+    """A fit under way."""
+
+    def __init__(
+        self,
+        draw: Draw,
+        judges: list[Sample],
+        networks: FactorNetworks,
+        options: FitOptions,
+        device: torch.device,
+    ) -> None:
+        self.draw, self.judges, self.options, self.device = draw, judges, options, device
+        self.networks = networks.to(device)
+        self.optimiser = torch.optim.Adam(
+            self.networks.parameters(), lr=options.learning_rate, fused=True
+        )
+        self.generator = torch.Generator(device).manual_seed(_seed(options.seed, 2))
+        self.size = _positive(_size(judges, options.loss))
+        self.history: list[Check] = []
+        self.best: dict[str, Tensor] = self._weights()
+        self.best_loss, self.idle = math.inf, 0
+        self.ended: str | None = None
+
+    # -- steps -----------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """Train up to the next check, and look."""
+        start = self.history[-1].step if self.history else 0
+        end = min(start + self.options.check_every, self.options.steps)
+        trained = torch.zeros(())
+        rate = 0.0
+        with torch.enable_grad():
+            for step in range(start, end):
+                rate = self.options.rate(step)
+                trained = self._step(rate)
+        self._look(end, rate, float(trained))
+
+    def _step(self, rate: float) -> Tensor:
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
+        sample = self.draw(self.generator).to(self.device)
+        errors = squared_error(self.networks, sample, self.options.loss)
+        loss = (errors / self.size.to(errors)).mean()
+        self.optimiser.zero_grad()
+        loss.backward()
+        self.optimiser.step()
+        return loss.detach()
+
+    def _look(self, step: int, rate: float, trained: float) -> None:
+        evaluated = mean_loss(self.networks, self.judges, self.options.loss, self.size)
+        finite = math.isfinite(trained) and math.isfinite(evaluated)
+        lost = evaluate(self.networks, self.judges) if finite else None
+        energy = 0.0 if lost is None else float(lost.energy.min())
+        attention = 1.0 if lost is None else float(lost.attention_error.max())
+        self.history.append(Check(step, rate, trained, evaluated, energy, attention))
+        if not finite:
+            self.ended = "the loss is no longer finite: the learning rate is too high"
+            return
+        self.idle = 0 if evaluated < self.best_loss * (1 - PROGRESS) else self.idle + 1
+        if evaluated < self.best_loss:
+            self.best_loss, self.best = evaluated, self._weights()
+        self.ended = self._end(step, not self._misses(lost))
+
+    def _end(self, step: int, holds: bool) -> str | None:
+        if self.options.early_stop and self._asks() and holds:
+            return f"reached after {step} steps"
+        if step >= self.options.steps:
+            return f"all {step} steps are done"
+        if self.options.patience is not None and self.idle >= self.options.patience:
+            return f"no progress in {self.idle} checks, after {step} steps"
+        return None
+
+    def _asks(self) -> bool:
+        return self.options.energy is not None or self.options.max_attention_error is not None
+
+    def _misses(self, lost: Loss | None) -> list[str]:
+        """What is asked for and not kept, in words."""
+        if lost is None:
+            return ["nothing was learned"]
+        found = []
+        energy, error = float(lost.energy.min()), float(lost.attention_error.max())
+        if self.options.energy is not None and energy < self.options.energy:
+            found.append(f"energy {energy:.4%} instead of {self.options.energy:.4%}")
+        most = self.options.max_attention_error
+        if most is not None and error > most:
+            found.append(f"attention error {error:.3g} instead of {most:.3g}")
+        return found
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: t.detach().clone() for name, t in self.networks.state_dict().items()}
+
+    # -- the end ---------------------------------------------------------------------------
+
+    def result(self) -> FitResult:
+        """The best networks; only the last ones are sure to hold what was asked for."""
+        assert self.ended is not None
+        reason = self.ended
+        if not reason.startswith("reached"):
+            self.networks.load_state_dict(self.best)
+        lost = evaluate(self.networks, self.judges)
+        misses = self._misses(lost)
+        self.networks.requires_grad_(False)
+        self.networks.eval()
+        return FitResult(
+            networks=self.networks,
+            history=tuple(self.history),
+            loss=lost,
+            reached=not misses,
+            reason="; ".join([reason, *misses]),
+            steps=self.history[-1].step,
+        )
+
+    # -- interruptions ---------------------------------------------------------------------
+
+    def identity(self) -> dict[str, Any]:
+        """What makes this fit this one: options, sizes, device and the samples that judge."""
+        sums = [float(s.bias.double().sum()) for s in self.judges]
+        sums += [float(s.x_q.double().sum()) for s in self.judges]
+        return {
+            "options": self.options.to_json(),
+            "networks": self.networks.config(),
+            "device": self.device.type,
+            "samples": [repr(value) for value in sums],
+        }
+
+    def state(self) -> FitState:
+        """Everything that a later process needs to go on."""
+        return FitState(
+            weights=self._weights(),
+            optimiser=self.optimiser.state_dict(),
+            generator=self.generator.get_state(),
+            best=self.best,
+            best_loss=self.best_loss,
+            idle=self.idle,
+            ended=self.ended,
+            history=[vars(check) for check in self.history],
+        )
+
+    def resume(self, state: FitState) -> None:
+        """Go on from a state."""
+        self.networks.load_state_dict(state.weights)
+        self.optimiser.load_state_dict(state.optimiser)
+        self.generator.set_state(state.generator)
+        self.best, self.best_loss, self.idle = state.best, state.best_loss, state.idle
+        self.ended = state.ended
+        self.history = [Check(**check) for check in state.history]
