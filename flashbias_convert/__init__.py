@@ -25,13 +25,14 @@ if TYPE_CHECKING:
         UsageError,
         VerificationError,
     )
+    from .fitting import fit_sites
     from .huggingface import FlashBiasConfig
     from .inspection import inspect_model
     from .options import DecomposeOptions
     from .patched_attention import PatchedAttention
     from .patching import apply_plan, patch_model, patched, unpatch_model
     from .plan import Plan, SitePlan
-    from .recipe import Description, Recipe, Site, UnsupportedSite, load_recipe_file
+    from .recipe import Description, Observed, Recipe, Site, UnsupportedSite, load_recipe_file
     from .terms import (
         Alibi,
         Axial,
@@ -61,13 +62,21 @@ _MODULES = {
         "UsageError",
         "VerificationError",
     ),
+    "fitting": ("fit_sites",),
     "huggingface": ("FlashBiasConfig",),
     "inspection": ("inspect_model",),
     "options": ("DecomposeOptions",),
     "patched_attention": ("PatchedAttention",),
     "patching": ("apply_plan", "patch_model", "patched", "unpatch_model"),
     "plan": ("Plan", "SitePlan"),
-    "recipe": ("Description", "Recipe", "Site", "UnsupportedSite", "load_recipe_file"),
+    "recipe": (
+        "Description",
+        "Observed",
+        "Recipe",
+        "Site",
+        "UnsupportedSite",
+        "load_recipe_file",
+    ),
     "terms": (
         "Alibi",
         "Axial",
@@ -100,6 +109,7 @@ __all__ = [
     "Lookup",
     "LowRank",
     "NothingToConvertError",
+    "Observed",
     "PatchedAttention",
     "Plan",
     "PreparedBias",
@@ -119,6 +129,7 @@ __all__ = [
     "VerificationError",
     "__version__",
     "apply_plan",
+    "fit_sites",
     "flashbias_attention",
     "inspect_model",
     "load_model",

@@ -33,7 +33,7 @@ class BuilderModule(nn.Module):
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         """A module of these sizes whose weights wait for a state dict; draws no random numbers.
 
-        Allocates on torch's default device, so that it costs nothing under ``torch.device("meta")``.
+        Allocates on torch's default device: costs nothing under ``torch.device("meta")``.
 
         Raises:
             ValueError, TypeError: a config that makes no sense.
@@ -50,6 +50,12 @@ class BuilderModule(nn.Module):
             name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")}
             for name, t in self.state_dict().items()
         }
+
+    def check(self) -> None:
+        """Raise ValueError for weights that no fit makes, such as those of a damaged file."""
+        for name, tensor in self.state_dict().items():
+            if not bool(tensor.isfinite().all()):
+                raise ValueError(f"{name} of {self.kind} holds NaN or infinity")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         def keep_dtype(tensor: Tensor) -> Tensor:

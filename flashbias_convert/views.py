@@ -85,6 +85,8 @@ def _view(model: nn.Module, site: SitePlan, registry: Registry, tokens: int | No
 
 
 def _closed_form(site: SitePlan, description: Description) -> SiteView:
+    if description.depends_on_input:
+        return SiteView(site, note="its bias depends on the input")
     if not description.exact_terms:
         return SiteView(site, note="there is no bias")
     terms = ScoreBias(description.exact_terms, description.num_heads)

@@ -18,7 +18,7 @@ LAYERS = [
     {"decompose", "attention"},
     {"builders"},
     {"models", "modules", "composed"},
-    {"patched_attention", "masks", "causal", "fallback", "window_map"},
+    {"patched_attention", "masks", "causal", "fallback", "window_map", "pair_features"},
     {"patched_owner"},
     {"causal_owner", "windows"},
     {"recipe", "plan", "swap"},
@@ -26,7 +26,7 @@ LAYERS = [
     {"inspection", "patching", "checkpoint"},
     {"inputs", "views", "huggingface"},
     {"verification", "plotting", "report"},
-    {"calibration"},
+    {"calibration", "fitting"},
     {"cli"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}

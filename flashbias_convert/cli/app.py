@@ -18,6 +18,7 @@ from .completion import insert_default_command, is_completing
 from .convert import convert
 from .env import env
 from .exit_codes import ExitCode, exit_code_of
+from .fit import fit
 from .inspect import inspect
 from .output import print_error, print_json
 from .recipes import recipes
@@ -29,6 +30,7 @@ PROGRAM = "flashbias-convert"
 COMMANDS: dict[str, Callable[..., int]] = {
     "convert": convert,
     "inspect": inspect,
+    "fit": fit,
     "verify": verify,
     "restore": restore,
     "show": show,
@@ -40,8 +42,8 @@ _OWN_OPTIONS = ("--help", "-h", "--version", "--install-completion", "--show-com
 _INTERRUPTED = 130
 
 _EPILOG = (
-    "Exit codes: 0 done, 1 failed, 2 usage, 3 nothing to convert, 4 verification failed, "
-    "5 done in part (a site failed and stayed as it was)."
+    "Exit codes: 0 done, 1 failed, 2 usage, 3 nothing to convert, 4 verification failed or no fit "
+    "good enough, 5 done in part (a site failed and stayed as it was)."
 )
 
 app = typer.Typer(

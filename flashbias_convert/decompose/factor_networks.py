@@ -157,5 +157,11 @@ class FactorNetworks(BuilderModule):
         # the fit loses more than the rounding of the factors, so no column is worth splitting
         return LowRank(phi_q=phi_q, phi_k=phi_k, split=0)
 
+    def check(self) -> None:
+        super().check()
+        for name in ("phi_q", "phi_k"):
+            if not bool((getattr(self, name).spread > 0).all()):
+                raise ValueError(f"{name}.spread of {self.kind} is not positive")
+
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.config().items())

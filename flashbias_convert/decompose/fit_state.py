@@ -55,7 +55,9 @@ def write_state(path: str | Path, identity: dict[str, Any], state: FitState) -> 
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
         temporary.unlink(missing_ok=True)
-        raise CheckpointError(f"the state of the fit cannot be written to {path}: {error}") from error
+        raise CheckpointError(
+            f"the state of the fit cannot be written to {path}: {error}"
+        ) from error
 
 
 def read_state(path: str | Path, identity: dict[str, Any]) -> FitState | None:

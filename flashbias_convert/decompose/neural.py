@@ -19,11 +19,11 @@ from ..errors import UsageError
 from .factor_networks import FactorNetworks
 from .fit_state import FitState, read_state, write_state
 from .loss import Loss
-from .neural_options import PROGRESS, FitOptions
+from .neural_options import PROGRESS, FitLoss, FitOptions
 from .neural_samples import Draw, Sample, evaluate, mean_loss, squared_error, squared_size
 
-#: How many drawn samples judge a fit.
-EVALUATION = 2
+#: How many drawn samples judge a fit, and how many say how large features and biases are.
+EVALUATION, STATISTICS = 2, 4
 
 
 @dataclass(frozen=True)
@@ -135,10 +135,12 @@ def fit(
         evaluation: samples that judge; none means that `draw` makes them, of a seed of their own.
     """
     device = torch.device(device)
-    judges = [sample.to(device) for sample in evaluation or _drawn(draw, options.seed, device)]
-    for sample in judges:
+    judges = list(evaluation) or _drawn(draw, EVALUATION, _seed(options.seed, 1), device)
+    judges = [sample.to(device) for sample in judges]
+    typical = _drawn(draw, STATISTICS, _seed(options.seed, 3), device)
+    for sample in (*judges, *typical):
         sample.check(heads)
-    fitting = _Fitting(draw, judges, _networks(judges, rank, heads, options), options, device)
+    fitting = _Fitting(draw, judges, _networks(typical, rank, heads, options), options, device)
     found = None if state is None else read_state(state, fitting.identity())
     if found is not None:
         fitting.resume(found)
@@ -151,40 +153,36 @@ def fit(
     return fitting.result()
 
 
-def _drawn(draw: Draw, seed: int, device: torch.device) -> list[Sample]:
-    generator = torch.Generator(device).manual_seed(_seed(seed, 1))
-    return [draw(generator) for _ in range(EVALUATION)]
+def _drawn(draw: Draw, count: int, seed: int, device: torch.device) -> list[Sample]:
+    generator = torch.Generator(device).manual_seed(seed)
+    return [draw(generator).to(device) for _ in range(count)]
 
 
 def _seed(seed: int, purpose: int) -> int:
     """Distinct for every pair; seeds that are near each other share no numbers."""
-    return (seed * 3 + purpose) % 2**63
+    return (seed * 4 + purpose) % 2**63
 
 
 def _networks(
-    judges: Sequence[Sample], rank: int, heads: int, options: FitOptions
+    typical: Sequence[Sample], rank: int, heads: int, options: FitOptions
 ) -> FactorNetworks:
     """Untrained networks that know how large features and biases are."""
-    first = judges[0]
-    for sample in judges:
-        if sample.x_q.shape[-1] != first.x_q.shape[-1] or sample.x_k.shape[-1] != first.x_k.shape[-1]:
-            raise UsageError("samples must all have the same number of features")
+    x_q = torch.cat([sample.x_q.flatten(0, -2) for sample in typical]).cpu()
+    x_k = torch.cat([sample.x_k.flatten(0, -2) for sample in typical]).cpu()
     try:
-        networks = FactorNetworks(
-            first.x_q.shape[-1], first.x_k.shape[-1], heads, rank, options.hidden
-        )
+        networks = FactorNetworks(x_q.shape[-1], x_k.shape[-1], heads, rank, options.hidden)
     except ValueError as error:
         raise UsageError(str(error)) from error
     networks.initialise(torch.Generator().manual_seed(_seed(options.seed, 0)))
-    networks.phi_q.standardise(torch.cat([s.x_q.flatten(0, -2) for s in judges]).cpu())
-    networks.phi_k.standardise(torch.cat([s.x_k.flatten(0, -2) for s in judges]).cpu())
-    kind = "raw" if options.loss == "raw" else "centred"
-    networks.gain.copy_(_positive(_size(judges, kind).sqrt()).cpu())
+    networks.phi_q.standardise(x_q)
+    networks.phi_k.standardise(x_k)
+    loss: FitLoss = "raw" if options.loss == "raw" else "centred"
+    networks.gain.copy_(_positive(_size(typical, loss).sqrt()).cpu())
     return networks
 
 
-def _size(judges: Sequence[Sample], loss: Any) -> Tensor:
-    return torch.stack([squared_size(s, loss).double() for s in judges]).mean(0)
+def _size(samples: Sequence[Sample], loss: FitLoss) -> Tensor:
+    return torch.stack([squared_size(s, loss).double() for s in samples]).mean(0)
 
 
 def _positive(x: Tensor) -> Tensor:
