@@ -246,7 +246,7 @@ class _Fitting:
         attention = 1.0 if lost is None else float(lost.attention_error.max())
         self.history.append(Check(step, rate, trained, evaluated, energy, attention))
         if not finite:
-            self.ended = "the loss is no longer finite: the learning rate is too high"
+            self.ended = "the loss is no longer finite: is the learning rate too high?"
             return
         self.idle = 0 if evaluated < self.best_loss * (1 - PROGRESS) else self.idle + 1
         if evaluated < self.best_loss:

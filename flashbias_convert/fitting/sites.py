@@ -164,6 +164,8 @@ class _Fitter:
         train, judges, apart = found.split()
         here = torch.device(device) if device is not None else train[0].bias.device
         try:
+            for sample in found.samples:
+                sample.check(self.site.heads)
             result = fit(
                 cropped([sample.to(here) for sample in train], self.tokens),
                 rank=self.rank,
