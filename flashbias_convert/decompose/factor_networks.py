@@ -69,10 +69,14 @@ class TokenNetwork(nn.Module):
         self.mean.copy_(mean)
         self.spread.copy_(torch.where(spread > floor, spread, torch.ones_like(spread)))
 
+    def hidden_units(self, x: Tensor) -> Tensor:
+        """What the last layer sees: (*batch, N, C) -> (*batch, N, hidden)."""
+        x = (x - self.mean) / self.spread
+        return torch.tanh(self.second(torch.tanh(self.first(x))))
+
     def forward(self, x: Tensor) -> Tensor:
         """(*batch, N, C) -> (*batch, N, outputs)."""
-        x = (x - self.mean) / self.spread
-        out: Tensor = self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        out: Tensor = self.third(self.hidden_units(x))
         return out
 
 

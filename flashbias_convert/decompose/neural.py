@@ -18,12 +18,13 @@ from torch import Tensor
 from ..errors import UsageError
 from .factor_networks import FactorNetworks
 from .fit_state import FitState, read_state, write_state
+from .last_layers import solved, solved_at_scales
 from .loss import Loss
 from .neural_options import PROGRESS, FitLoss, FitOptions
 from .neural_samples import Draw, Sample, evaluate, mean_loss, squared_error, squared_size
 
 #: How many drawn samples judge a fit, and how many say how large features and biases are.
-EVALUATION, STATISTICS = 2, 4
+EVALUATION, STATISTICS = 2, 8
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Check:
         step: how many steps were done.
         rate: the learning rate of the last one.
         trained: the loss of the last step, relative to the size of what is approximated.
-        evaluated: the same on the evaluation samples.
+        evaluated: the same on the evaluation samples, with the last layers as they are or in
+            closed form, whichever is better.
         energy: of the worst head and sample, see `Loss`.
         attention_error: likewise.
     """
@@ -97,7 +99,7 @@ def fit_factor_networks(
         device: where to train. Equal seeds give equal bits on equal devices.
         state: a file that keeps the fit after every check; a fit that finds it goes on from there
             and ends with the same bits as one that was never interrupted.
-        progress: called after every check.
+        progress: called after every check; the first one comes before the first step.
         **changes: fields of `FitOptions` to replace.
 
     Raises:
@@ -140,7 +142,8 @@ def fit(
     typical = _drawn(draw, STATISTICS, _seed(options.seed, 3), device)
     for sample in (*judges, *typical):
         sample.check(heads)
-    fitting = _Fitting(draw, judges, _networks(typical, rank, heads, options), options, device)
+    networks = _networks(typical, rank, heads, options)
+    fitting = _Fitting(draw, judges, typical, networks, options, device)
     found = None if state is None else read_state(state, fitting.identity())
     if found is not None:
         fitting.resume(found)
@@ -197,11 +200,13 @@ class _Fitting:
         self,
         draw: Draw,
         judges: list[Sample],
+        typical: list[Sample],
         networks: FactorNetworks,
         options: FitOptions,
         device: torch.device,
     ) -> None:
-        self.draw, self.judges, self.options, self.device = draw, judges, options, device
+        self.draw, self.judges, self.typical = draw, judges, typical
+        self.options, self.device = options, device
         self.networks = networks.to(device)
         self.optimiser = torch.optim.Adam(
             self.networks.parameters(), lr=options.learning_rate, fused=True
@@ -213,11 +218,45 @@ class _Fitting:
         self.best_loss, self.idle = math.inf, 0
         self.ended: str | None = None
 
+    # -- closed forms ----------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Look at the weights of now, and at closed forms. Training starts from the former.
+
+        A closed form is no good start: its large weights cancel each other, which training undoes.
+        """
+        now = self._weights()
+        found = [now]
+        if self.options.closed_form:
+            found += solved_at_scales(self.networks, self.typical, centred=self._centred)
+        self._look(0, 0.0, self._loss(now), found)
+        self.networks.load_state_dict(now)
+
+    def _candidates(self) -> list[dict[str, Tensor]]:
+        """The weights of now, and the same with the best last layers."""
+        now = self._weights()
+        if not self.options.closed_form:
+            return [now]
+        last = solved(self.networks, self.typical, centred=self._centred)
+        return [now, *({**now, **weights} for weights in last)]
+
+    @property
+    def _centred(self) -> bool:
+        return self.options.loss != "raw"
+
+    def _loss(self, weights: dict[str, Tensor]) -> float:
+        """Of the networks with these weights, which they keep; infinite rather than NaN."""
+        self.networks.load_state_dict(weights)
+        loss = mean_loss(self.networks, self.judges, self.options.loss, self.size)
+        return loss if math.isfinite(loss) else math.inf
+
     # -- steps -----------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Train up to the next check, and look."""
-        start = self.history[-1].step if self.history else 0
+        """Begin, or train up to the next check; and look."""
+        if not self.history:
+            return self._begin()
+        start = self.history[-1].step
         end = min(start + self.options.check_every, self.options.steps)
         trained = torch.zeros(())
         rate = 0.0
@@ -225,7 +264,9 @@ class _Fitting:
             for step in range(start, end):
                 rate = self.options.rate(step)
                 trained = self._step(rate)
-        self._look(end, rate, float(trained))
+        now = self._weights()
+        self._look(end, rate, float(trained), self._candidates())
+        self.networks.load_state_dict(now)
 
     def _step(self, rate: float) -> Tensor:
         for group in self.optimiser.param_groups:
@@ -238,8 +279,14 @@ class _Fitting:
         self.optimiser.step()
         return loss.detach()
 
-    def _look(self, step: int, rate: float, trained: float) -> None:
-        evaluated = mean_loss(self.networks, self.judges, self.options.loss, self.size)
+    def _look(
+        self, step: int, rate: float, trained: float, candidates: Sequence[dict[str, Tensor]]
+    ) -> None:
+        """Note what the best of some weights lose, and whether to go on."""
+        losses = [self._loss(weights) for weights in candidates]
+        evaluated = min(losses)
+        weights = candidates[losses.index(evaluated)]
+        self.networks.load_state_dict(weights)
         finite = math.isfinite(trained) and math.isfinite(evaluated)
         lost = evaluate(self.networks, self.judges) if finite else None
         energy = 0.0 if lost is None else float(lost.energy.min())
@@ -248,10 +295,13 @@ class _Fitting:
         if not finite:
             self.ended = "the loss is no longer finite: is the learning rate too high?"
             return
+        holds = not self._misses(lost)
         self.idle = 0 if evaluated < self.best_loss * (1 - PROGRESS) else self.idle + 1
         if evaluated < self.best_loss:
-            self.best_loss, self.best = evaluated, self._weights()
-        self.ended = self._end(step, not self._misses(lost))
+            self.best_loss, self.best = evaluated, weights
+        self.ended = self._end(step, holds)
+        if self.ended is not None and holds:
+            self.best = weights
 
     def _end(self, step: int, holds: bool) -> str | None:
         if self.options.early_stop and self._asks() and holds:
@@ -284,11 +334,9 @@ class _Fitting:
     # -- the end ---------------------------------------------------------------------------
 
     def result(self) -> FitResult:
-        """The best networks; only the last ones are sure to hold what was asked for."""
+        """The best networks."""
         assert self.ended is not None
-        reason = self.ended
-        if not reason.startswith("reached"):
-            self.networks.load_state_dict(self.best)
+        self.networks.load_state_dict(self.best)
         lost = evaluate(self.networks, self.judges)
         misses = self._misses(lost)
         self.networks.requires_grad_(False)
@@ -298,7 +346,7 @@ class _Fitting:
             history=tuple(self.history),
             loss=lost,
             reached=not misses,
-            reason="; ".join([reason, *misses]),
+            reason="; ".join([self.ended, *misses]),
             steps=self.history[-1].step,
         )
 

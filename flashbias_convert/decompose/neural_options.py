@@ -33,6 +33,8 @@ class FitOptions:
         learning_rate: of Adam, at its highest.
         schedule: "cosine" falls to zero over all steps, "step" is the paper's (0.95 every 50
             steps), "constant" stays.
+        closed_form: at every look also try the best last layers for the hidden ones, see
+            `last_layers`; training goes on from what it had. False trains alone, as the paper does.
         energy: share of the squared, row-centred bias that every head must keep on every sample
             of the evaluation, in (0, 1]; None asks for nothing.
         max_attention_error: largest accepted total variation distance between the softmax of the
@@ -51,6 +53,7 @@ class FitOptions:
     loss: FitLoss = "centred"
     learning_rate: float = 1e-3
     schedule: Schedule = "cosine"
+    closed_form: bool = True
     energy: float | None = 0.99
     max_attention_error: float | None = 0.25
     early_stop: bool = True

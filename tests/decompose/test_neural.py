@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flashbias_convert.builders import builder_module, check_entry, module_entries
 from flashbias_convert.decompose.factor_networks import FactorNetworks
+from flashbias_convert.decompose.last_layers import solved
 from flashbias_convert.decompose.neural import Check, FitResult, fit, fit_factor_networks
 from flashbias_convert.decompose.neural_options import FitOptions
 from flashbias_convert.decompose.neural_samples import Sample, squared_error
@@ -35,6 +36,7 @@ def points(generator: torch.Generator) -> Tensor:
 def run(**changes: Any) -> FitResult:
     given: dict[str, Any] = {
         "rank": 4, "heads": 2, "hidden": 16, "steps": 40, "learning_rate": 2e-2, "check_every": 10,
+        "closed_form": False, "energy": 0.9999,
     }  # fmt: skip
     return fit_factor_networks(distance, points, **{**given, **changes})
 
@@ -69,7 +71,7 @@ def test_a_fit_that_misses_says_so() -> None:
     assert not result.reached
     assert "all 40 steps are done; energy" in result.reason
     assert "attention error" in result.reason
-    assert [check.step for check in result.history] == [10, 20, 30, 40]
+    assert [c.step for c in result.history] == [0, 10, 20, 30, 40]
     losses = [check.evaluated for check in result.history]
     assert losses[-1] < losses[0] and all(map(math.isfinite, losses))
 
@@ -93,20 +95,22 @@ def test_equal_seeds_give_equal_bits() -> None:
     assert same(first, run()) and not same(first, run(seed=1))
 
 
-def test_an_interrupted_fit_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    whole = run()
+@pytest.mark.parametrize("closed_form", [False, True])
+def test_an_interrupted_fit_goes_on_with_the_same_bits(tmp_path: Path, closed_form: bool) -> None:
+    asked: dict[str, Any] = {"closed_form": closed_form, "energy": 1.0}
+    whole = run(**asked)
 
     def interrupt(check: Check) -> None:
         if check.step == 20:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(state=tmp_path / "fit", progress=interrupt)
+        run(state=tmp_path / "fit", progress=interrupt, **asked)
     seen: list[int] = []
-    resumed = run(state=tmp_path / "fit", progress=lambda check: seen.append(check.step))
+    resumed = run(state=tmp_path / "fit", progress=lambda check: seen.append(check.step), **asked)
     assert seen == [30, 40]
     assert same(whole, resumed) and resumed.history == whole.history
-    again = run(state=tmp_path / "fit", progress=lambda check: seen.append(check.step))
+    again = run(state=tmp_path / "fit", progress=lambda check: seen.append(check.step), **asked)
     assert seen == [30, 40] and same(whole, again) and again.reason == whole.reason
 
 
@@ -228,8 +232,8 @@ def test_attention_is_fitted_with_q_k_and_v() -> None:
     target = networks()
     given, _ = sample(target)
     options = FitOptions(
-        hidden=8, steps=60, loss="attention", learning_rate=2e-2, check_every=60, energy=None,
-        max_attention_error=None,
+        hidden=8, steps=60, closed_form=False, loss="attention", learning_rate=2e-2,
+        check_every=60, energy=None, max_attention_error=None,
     )  # fmt: skip
     result = fit(lambda _: given, rank=4, heads=2, options=options, evaluation=[given])
     start = FactorNetworks(3, 5, 2, 4, 8)
@@ -237,6 +241,58 @@ def test_attention_is_fitted_with_q_k_and_v() -> None:
         squared_error(result.networks, given, "attention").mean()
         < squared_error(start, given, "attention").mean()
     )
+
+
+# -- closed forms --------------------------------------------------------------------------
+
+
+def test_last_layers_are_recovered_from_samples_of_other_tokens() -> None:
+    target, made = networks(), networks()
+    draw = torch.Generator().manual_seed(4)
+    samples = []
+    for _ in range(3):  # none of them alone has as many tokens as there are hidden units
+        x_q, x_k = torch.randn(6, 3, generator=draw), torch.randn(7, 5, generator=draw)
+        phi_q, phi_k = target.factors(x_q, x_k)
+        samples.append(Sample(x_q, x_k, (phi_q @ phi_k.mT).detach()))
+    for network in (made.phi_q, made.phi_k):
+        torch.nn.init.zeros_(network.third.weight)
+    size = squared_error(made, samples[0], "raw")
+    left = []
+    for weights in solved(made, samples, centred=False):
+        made.load_state_dict({**made.state_dict(), **weights})
+        left.append((squared_error(made, samples[0], "raw") / size).max())
+    assert left[-1] < left[0] < 1e-3  # less penalty, less error
+
+
+def test_a_closed_form_of_one_sample_is_the_best_of_its_rank() -> None:
+    made = FactorNetworks(2, 2, 1, rank=3, hidden=12)
+    made.initialise(torch.Generator().manual_seed(0))
+    x = points(torch.Generator().manual_seed(5))
+    given = Sample(x, x, distance(x, x)[:1])
+    with torch.no_grad():
+        errors = []
+        for weights in solved(made, [given], centred=True):
+            made.load_state_dict({**made.state_dict(), **weights})
+            errors.append(float(squared_error(made, given, "centred")))
+        # what the hidden units can say at all, cut at rank 3
+        ones = torch.ones(24, 1)
+        h_q, h_k = (
+            torch.cat([n.hidden_units(x), ones], 1).double() for n in (made.phi_q, made.phi_k)
+        )
+        centred = given.bias[0].double() - given.bias[0].double().mean(-1, keepdim=True)
+        left, right = torch.linalg.qr(h_q)[0], torch.linalg.svd(h_k - h_k.mean(0), False)[0][:, :12]
+        inside = left.mT @ centred @ right
+        kept = torch.linalg.svdvals(inside)[:3].square().sum()
+        best = float((centred.square().sum() - kept) / centred.numel())
+    assert best * (1 - 1e-4) <= errors[-1] <= errors[0]
+    assert errors[-1] - best < 1e-2 * float(centred.square().mean())
+
+
+def test_a_fit_begins_at_least_as_well_as_a_closed_form_and_keeps_it() -> None:
+    plain, solved_first = run(energy=1.0), run(energy=1.0, closed_form=True)
+    assert solved_first.history[0].evaluated < 0.1 * plain.history[0].evaluated
+    best = min(check.evaluated for check in solved_first.history)
+    assert float(1 - solved_first.loss.energy.mean()) == pytest.approx(best, rel=0.5)
 
 
 # -- networks ------------------------------------------------------------------------------
