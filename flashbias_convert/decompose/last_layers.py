@@ -1,7 +1,7 @@
 """The last layers of factor networks in closed form.
 
 For given hidden layers h_q and h_k, what the networks make is ``h_q A h_k^T`` with A of rank R, and
-finding A is a linear regression: conjugate gradients, then an SVD that reduces the rank. For biases
+finding A is a linear regression, after which an SVD reduces the rank. For biases
 of a few features, random hidden layers are often good enough, and nothing needs to be trained.
 
 Training alone is slow where it matters: a direction of the bias grows at a speed that is
@@ -21,11 +21,11 @@ from .loss import row_center
 from .neural_samples import Sample
 
 #: Penalties on the weights, relative to the mean square of the hidden units.
-RIDGES = (1e-3, 1e-6)
+RIDGES = (1e-3, 1e-5, 1e-7)
 #: Factors on the weights of random hidden layers: larger ones bend more.
 SCALES = (1.0, 4.0)
-#: Steps of conjugate gradients. One is exact if all samples have the same tokens.
-ITERATIONS = 24
+#: Steps of conjugate gradients, where there are several samples.
+ITERATIONS = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +144,12 @@ def _between(left: Tensor, right: Tensor, x: Tensor) -> Tensor:
 
 
 def _regression(queries: Tensor, keys: Tensor, target: Tensor) -> Tensor:
-    """A with mean over s of queries[s] A keys[s] = target, (H, K, K); conjugate gradients."""
+    """A with mean over s of queries[s] A keys[s] = target, (H, K, K); conjugate gradients.
+
+    Gram matrices are whitened by their means, so that one sample has nothing left to solve.
+    """
+    if len(queries) == 1:
+        return target
     found = torch.zeros_like(target)
     rest, direction = target, target
     size = rest.square().sum((-2, -1), keepdim=True)

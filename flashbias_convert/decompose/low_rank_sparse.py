@@ -14,6 +14,7 @@ buy, and `choose.decompose` never takes it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -106,7 +107,7 @@ def low_rank_plus_sparse(
     matrix = _centred(bias, rank, visible)
     low_rank, sparse, converged = _pursuit(matrix, weight)
     cells = sparse != 0
-    return _finished(bias, matrix, cells, rank, visible, converged, start=low_rank)
+    return _finished(bias, matrix, cells, rank, visible, converged, low_rank)
 
 
 @torch.no_grad()
@@ -132,9 +133,7 @@ def low_rank_beside_cells(
         raise UsageError(
             f"cells of shape {tuple(cells.shape)} do not fit a bias of {tuple(bias.shape)}"
         ) from error
-    # kept cells say nothing of the rest: begin as if they were zero
-    start = matrix.masked_fill(cells, 0.0)
-    return _finished(bias, matrix, cells, rank, visible, True, start=start)
+    return _finished(bias, matrix, cells, rank, visible, True)
 
 
 def _centred(bias: Tensor, rank: int, visible: Tensor | None) -> Tensor:
@@ -196,10 +195,13 @@ def _finished(
     rank: int,
     visible: Tensor | None,
     converged: bool,
-    start: Tensor,
+    start: Tensor | None = None,
 ) -> LowRankSparse:
     rank = min(rank, *matrix.shape[-2:])
-    phi_q, phi_k = _beside(matrix, cells, rank, start)
+    # from the whole matrix, so that the plain truncation is never better, and as if the kept cells
+    # were zero, or from what the pursuit found
+    other = matrix.masked_fill(cells, 0.0) if start is None else start
+    phi_q, phi_k = _better(matrix, cells, rank, (matrix, other))
     product = phi_q.double() @ phi_k.double().mT
     values = torch.where(cells, matrix - product, torch.zeros_like(matrix)).float()
     lead = bias.shape[:-2]
@@ -221,11 +223,25 @@ def _finished(
     )
 
 
-def _beside(matrix: Tensor, cells: Tensor, rank: int, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors (B, N, R), (B, M, R) for the cells that are not kept.
+def _better(
+    matrix: Tensor, cells: Tensor, rank: int, starts: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Factors (B, N, R), (B, M, R) for the cells that are not kept: the best of some starts."""
+    found = [_beside(matrix, cells, rank, start) for start in starts]
+    errors = [
+        (matrix - phi_q.double() @ phi_k.double().mT).masked_fill(cells, 0).square().sum((-2, -1))
+        for phi_q, phi_k in found
+    ]
+    best = torch.stack(errors).argmin(0)
+    phi_q, phi_k = (torch.stack(list(side)) for side in zip(*found, strict=True))
+    matrices = torch.arange(len(matrix), device=matrix.device)
+    return phi_q[best, matrices], phi_k[best, matrices]
 
-    Kept cells are filled with what the factors say, and the factors are found anew: the error
-    outside never grows.
+
+def _beside(matrix: Tensor, cells: Tensor, rank: int, start: Tensor) -> tuple[Tensor, Tensor]:
+    """Kept cells are filled with what the factors say, and the factors are found anew.
+
+    The error outside never grows.
     """
     estimate = start
     for _ in range(REFINEMENTS):

@@ -25,6 +25,8 @@ from .neural_samples import Draw, Sample, evaluate, mean_loss, squared_error, sq
 
 #: How many drawn samples judge a fit, and how many say how large features and biases are.
 EVALUATION, STATISTICS = 2, 8
+#: Most tokens of a sample that is made of several.
+LARGEST = 2048
 
 
 @dataclass(frozen=True)
@@ -113,10 +115,22 @@ def fit_factor_networks(
         x_q, x_k = drawn if isinstance(drawn, tuple) else (drawn, drawn)
         return Sample(x_q, x_k, bias_fn(x_q, x_k))
 
+    chosen = replace(options or FitOptions(), **changes)
+    generator = torch.Generator(device).manual_seed(_seed(chosen.seed, 3))
     return fit(
-        draw, rank=rank, heads=heads, options=replace(options or FitOptions(), **changes),
+        draw, rank=rank, heads=heads, options=chosen, typical=(_union(draw, bias_fn, generator),),
         device=device, state=state, progress=progress,
     )  # fmt: skip
+
+
+def _union(
+    draw: Draw, bias_fn: Callable[[Tensor, Tensor], Tensor], generator: torch.Generator
+) -> Sample:
+    """The tokens of several samples as one, since the bias is a function of any two tokens."""
+    drawn = [draw(generator) for _ in range(STATISTICS)]
+    x_q = torch.cat([sample.x_q.flatten(0, -2) for sample in drawn])[:LARGEST]
+    x_k = torch.cat([sample.x_k.flatten(0, -2) for sample in drawn])[:LARGEST]
+    return Sample(x_q, x_k, bias_fn(x_q, x_k))
 
 
 def fit(
@@ -126,6 +140,7 @@ def fit(
     heads: int,
     options: FitOptions,
     evaluation: Sequence[Sample] = (),
+    typical: Sequence[Sample] = (),
     device: torch.device | str = "cpu",
     state: str | Path | None = None,
     progress: Progress | None = None,
@@ -135,15 +150,18 @@ def fit(
     Args:
         draw: makes the sample of a step.
         evaluation: samples that judge; none means that `draw` makes them, of a seed of their own.
+        typical: samples that say how large features and biases are, and which closed forms are
+            made from; none means that `draw` makes them.
     """
     device = torch.device(device)
     judges = list(evaluation) or _drawn(draw, EVALUATION, _seed(options.seed, 1), device)
     judges = [sample.to(device) for sample in judges]
-    typical = _drawn(draw, STATISTICS, _seed(options.seed, 3), device)
-    for sample in (*judges, *typical):
+    known = list(typical) or _drawn(draw, STATISTICS, _seed(options.seed, 3), device)
+    known = [sample.to(device) for sample in known]
+    for sample in (*judges, *known):
         sample.check(heads)
-    networks = _networks(typical, rank, heads, options)
-    fitting = _Fitting(draw, judges, typical, networks, options, device)
+    networks = _networks(known, rank, heads, options)
+    fitting = _Fitting(draw, judges, known, networks, options, device)
     found = None if state is None else read_state(state, fitting.identity())
     if found is not None:
         fitting.resume(found)
