@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -271,7 +272,7 @@ def main() -> None:
             points = case.unseen(args.points, args.device)
             bias = case.bias(points.double(), points.double())[0]
             found = []
-            for result in (*rivals(bias, args.rank), *fits(case, points, args)):
+            for result in itertools.chain(rivals(bias, args.rank), fits(case, points, args)):
                 raw, centred = result.errors(bias)
                 row = [case.name, result.method, args.rank, f"{result.kept_cells:.4f}",
                        "" if raw is None else f"{raw:.5f}", f"{centred:.5f}",
