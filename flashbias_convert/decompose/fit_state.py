@@ -27,6 +27,7 @@ class FitState:
         generator: state of the random numbers, bytes.
         best: weights of the best check.
         best_loss: its loss.
+        best_holds: whether it keeps what was asked for.
         idle: checks without progress.
         ended: why the fit ended, or None.
         history: the checks.
@@ -37,6 +38,7 @@ class FitState:
     generator: Tensor
     best: dict[str, Tensor]
     best_loss: float
+    best_holds: bool
     idle: int
     ended: str | None
     history: list[dict[str, Any]]

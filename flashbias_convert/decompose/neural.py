@@ -234,6 +234,8 @@ class _Fitting:
         self.history: list[Check] = []
         self.best: dict[str, Tensor] = self._weights()
         self.best_loss, self.idle = math.inf, 0
+        #: whether the best weights keep what was asked for; those that do come first
+        self.best_holds = False
         self.ended: str | None = None
 
     # -- closed forms ----------------------------------------------------------------------
@@ -315,11 +317,9 @@ class _Fitting:
             return
         holds = not self._misses(lost)
         self.idle = 0 if evaluated < self.best_loss * (1 - PROGRESS) else self.idle + 1
-        if evaluated < self.best_loss:
-            self.best_loss, self.best = evaluated, weights
+        if (not holds, evaluated) < (not self.best_holds, self.best_loss):
+            self.best_holds, self.best_loss, self.best = holds, evaluated, weights
         self.ended = self._end(step, holds)
-        if self.ended is not None and holds:
-            self.best = weights
 
     def _end(self, step: int, holds: bool) -> str | None:
         if self.options.early_stop and self._asks() and holds:
@@ -389,6 +389,7 @@ class _Fitting:
             generator=self.generator.get_state(),
             best=self.best,
             best_loss=self.best_loss,
+            best_holds=self.best_holds,
             idle=self.idle,
             ended=self.ended,
             history=[vars(check) for check in self.history],
@@ -399,6 +400,7 @@ class _Fitting:
         self.networks.load_state_dict(state.weights)
         self.optimiser.load_state_dict(state.optimiser)
         self.generator.set_state(state.generator)
-        self.best, self.best_loss, self.idle = state.best, state.best_loss, state.idle
+        self.best, self.best_loss, self.best_holds = state.best, state.best_loss, state.best_holds
+        self.idle = state.idle
         self.ended = state.ended
         self.history = [Check(**check) for check in state.history]

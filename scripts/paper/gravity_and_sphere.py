@@ -40,7 +40,7 @@ from flashbias_convert.decompose.svd import robust_svd
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = (
     "bias", "method", "rank", "kept_cells", "raw_error", "centred_error", "seconds", "steps",
-    "tokens", "points", "seed", "device", "torch",
+    "hidden", "tokens", "points", "seed", "device", "torch",
 )  # fmt: skip
 #: cells per row that "nearest" keeps, the point itself among them
 NEAREST = 8
@@ -157,7 +157,7 @@ def rivals(bias: Tensor, rank: int) -> Iterator[Result]:
     yield _sparse(
         f"{NEAREST} nearest + SVD", low_rank_beside_cells(bias[None], cells, rank=rank), seconds
     )
-    pursuit = low_rank_plus_sparse(bias[None], rank=rank)
+    pursuit = low_rank_plus_sparse(bias[None], rank=rank, weight=WEIGHT)
     yield _sparse("sparse (pursuit) + SVD", pursuit, seconds)
 
 
@@ -176,7 +176,7 @@ def fits(case: Case, points: Tensor, args: argparse.Namespace) -> Iterator[Resul
     """Factor networks: without training, trained as here, and trained as in the paper."""
     asked: dict[str, object] = {
         "loss": args.loss, "energy": None, "max_attention_error": None, "seed": args.seed,
-        "check_every": min(args.check_every, args.steps),
+        "check_every": min(args.check_every, args.steps), "hidden": args.hidden,
     }  # fmt: skip
     methods = {
         "networks, no training": FitOptions(steps=1, learning_rate=1e-30, **asked),  # type: ignore[arg-type]
@@ -247,6 +247,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=1024, help="points of a training step")
     parser.add_argument("--check-every", type=int, default=500)
     parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--hidden", type=int, default=256, help="width of a hidden layer")
     parser.add_argument("--loss", choices=("raw", "centred", "attention"), default="raw")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=list(CASES))
@@ -276,8 +277,8 @@ def main() -> None:
                 raw, centred = result.errors(bias)
                 row = [case.name, result.method, args.rank, f"{result.kept_cells:.4f}",
                        "" if raw is None else f"{raw:.5f}", f"{centred:.5f}",
-                       f"{result.seconds:.1f}", result.steps, args.tokens, args.points, args.seed,
-                       device, torch.__version__]  # fmt: skip
+                       f"{result.seconds:.1f}", result.steps, args.hidden, args.tokens,
+                       args.points, args.seed, device, torch.__version__]  # fmt: skip
                 writer.writerow(row)
                 file.flush()
                 print(*row, flush=True)

@@ -81,6 +81,15 @@ def test_nothing_asked_is_always_reached_and_runs_to_the_end() -> None:
     assert result.reached and result.steps == 40
 
 
+def test_the_best_check_wins_and_not_the_last() -> None:
+    # after a closed form, a step that does harm
+    result = run(energy=None, max_attention_error=None, closed_form=True, learning_rate=10.0)
+    losses = [check.evaluated for check in result.history]
+    assert min(losses) < losses[-1]
+    lost = 1 - result.loss.energy
+    assert float(lost.max()) == pytest.approx(1 - max(c.energy for c in result.history), rel=1e-6)
+
+
 def test_patience_ends_a_fit() -> None:
     result = run(learning_rate=1e-12, patience=2, steps=400)
     assert result.steps < 400 and "no progress" in result.reason
