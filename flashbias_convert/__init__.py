@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         UsageError,
         VerificationError,
     )
+    from .fitting import fit_sites
     from .huggingface import FlashBiasConfig
     from .inspection import inspect_model
     from .options import DecomposeOptions
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from .patching import apply_plan, patch_model, patched, unpatch_model
     from .plan import Plan, SitePlan
     from .probing import Probe, SiteProbe, probe_model
-    from .recipe import Description, Recipe, Site, UnsupportedSite, load_recipe_file
+    from .recipe import Description, Observed, Recipe, Site, UnsupportedSite, load_recipe_file
     from .terms import (
         Alibi,
         Axial,
@@ -64,6 +65,7 @@ _MODULES = {
         "UsageError",
         "VerificationError",
     ),
+    "fitting": ("fit_sites",),
     "huggingface": ("FlashBiasConfig",),
     "inspection": ("inspect_model",),
     "options": ("DecomposeOptions",),
@@ -71,7 +73,14 @@ _MODULES = {
     "patching": ("apply_plan", "patch_model", "patched", "unpatch_model"),
     "plan": ("Plan", "SitePlan"),
     "probing": ("Probe", "SiteProbe", "probe_model"),
-    "recipe": ("Description", "Recipe", "Site", "UnsupportedSite", "load_recipe_file"),
+    "recipe": (
+        "Description",
+        "Observed",
+        "Recipe",
+        "Site",
+        "UnsupportedSite",
+        "load_recipe_file",
+    ),
     "terms": (
         "Alibi",
         "Axial",
@@ -105,6 +114,7 @@ __all__ = [
     "Lookup",
     "LowRank",
     "NothingToConvertError",
+    "Observed",
     "PatchedAttention",
     "Plan",
     "PreparedBias",
@@ -127,6 +137,7 @@ __all__ = [
     "__version__",
     "apply_plan",
     "benchmark_model",
+    "fit_sites",
     "flashbias_attention",
     "inspect_model",
     "load_model",

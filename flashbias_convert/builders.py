@@ -1,12 +1,14 @@
-"""Builders: functions that make a term from the input of a call.
+"""Builders: functions and modules that make a term from the input of a call.
 
 A plan stores a builder by its name, and the recipe's forward hands it its inputs, so that a file
-says which of its terms are made anew in every call, and from what.
+says which of its terms are made anew in every call, and from what. A builder with weights of its
+own is a `BuilderModule`: the plan stores its kind and sizes, the file its weights. Kinds are looked
+up among those that are registered; nothing that a file names is imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .terms import Alibi, Axial, Dense, KeyBias, LowRank, RelativeTable, Term
+from .builder_module import BuilderModule
+from .decompose.factor_networks import FactorNetworks
+from .terms import TERM_KINDS, Alibi, Axial, Dense, KeyBias, LowRank, RelativeTable, Term
 
 
 @dataclass(frozen=True)
@@ -166,3 +170,67 @@ def find_builder(name: str) -> Builder:
 def build(name: str, inputs: dict[str, Any]) -> Term:
     """The term that a builder makes of the inputs of a call."""
     return find_builder(name).make(**inputs)
+
+
+# -- builders with weights ------------------------------------------------------------------
+
+_MODULES: dict[str, type[BuilderModule]] = {FactorNetworks.kind: FactorNetworks}
+
+
+def register_builder_module(cls: type[BuilderModule]) -> type[BuilderModule]:
+    """Let files name this class by its `kind`; a decorator for recipes.
+
+    Raises:
+        ValueError: the kind is taken, or cannot be part of the name of a tensor.
+    """
+    kind = cls.kind
+    reserved = (*TERM_KINDS, *BUILDERS, "layout")
+    if kind in reserved or not kind.isidentifier() or _MODULES.get(kind, cls) is not cls:
+        raise ValueError(f"a builder module cannot be called {kind!r}")
+    _MODULES[kind] = cls
+    return cls
+
+
+def builder_module(kind: str, config: Mapping[str, Any]) -> BuilderModule:
+    """A builder whose weights wait for a state dict.
+
+    Raises:
+        ValueError, TypeError: an unknown kind, or sizes that make no sense.
+    """
+    if kind not in _MODULES:
+        raise ValueError(f"unknown kind of builder {kind!r}; is the file newer?")
+    return _MODULES[kind].from_config(config)
+
+
+def module_entries(modules: Mapping[str, BuilderModule]) -> list[dict[str, Any]]:
+    """What a plan says of builders with weights, as JSON."""
+    return [
+        {"name": name, "kind": m.kind, "config": m.config(), "tensors": m.tensors()}
+        for name, m in modules.items()
+    ]
+
+
+def check_entry(entry: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the tensors of an entry of `module_entries` are those of its sizes.
+
+    Allocates nothing.
+    """
+    with torch.device("meta"):
+        wanted = builder_module(entry["kind"], entry["config"]).tensors()
+    if wanted != entry["tensors"]:
+        raise ValueError(f"the tensors of {entry['name']!r} are not those of its sizes")
+
+
+def modules_from_spec(spec: Mapping[str, Any], device: Any = None) -> dict[str, BuilderModule]:
+    """The builders with weights of a site, to be filled by a state dict.
+
+    Raises:
+        ValueError, TypeError: see `builder_module` and `check_entry`.
+    """
+    found = {}
+    for entry in spec.get("builder_modules", ()):
+        check_entry(entry)
+        with torch.device(device or "cpu"):
+            made = builder_module(entry["kind"], entry["config"])
+        found[entry["name"]] = made.requires_grad_(False).eval()
+    return found

@@ -70,6 +70,10 @@ class VerificationError(FlashBiasError):
         self.verification = verification
 
 
+class FitError(FlashBiasError):
+    """No fit of factor networks was good enough."""
+
+
 class UnknownArchitectureError(FlashBiasError):
     """The architecture of a checkpoint is unknown or ambiguous.
 

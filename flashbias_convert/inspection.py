@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int, str], None]
 
+#: why a site with a dynamic bias is left alone
+NEEDS_FIT = "its bias depends on the input: fit factor networks to it, flashbias-convert fit"
+
 _WRAPPERS = {
     "torch._dynamo.eval_frame.OptimizedModule": "torch.compile",
     "torch.nn.parallel.distributed.DistributedDataParallel": "DistributedDataParallel",
@@ -104,7 +107,8 @@ def inspect_model(
             plans.append(_plan_site(match, options, chosen.reason_against(match.names)))
             if progress is not None:
                 progress(len(plans), len(matches), match.site.name)
-    return Plan(options, _together(matches, plans), versions=library_versions())
+    owners = [shared_owner(match.site, match.recipe) for match in matches]
+    return Plan(options, together(owners, plans), versions=library_versions())
 
 
 # -- finding sites -------------------------------------------------------------------------
@@ -128,6 +132,11 @@ def _find_sites(model: nn.Module, registry: Registry, tokens: int | None) -> Ite
         if recipe is not None:
             owner = owner_of(model, own[0], recipe)
             yield _Match(Site(own[0], module, model, tokens, owner), recipe, tuple(own))
+
+
+def find_site(model: nn.Module, name: str, recipe: Recipe, tokens: int | None = None) -> Site:
+    """The site called `name`, with its owner; raises AttributeError if there is none."""
+    return Site(name, model.get_submodule(name), model, tokens, owner_of(model, name, recipe))
 
 
 def owner_of(model: nn.Module, name: str, recipe: Recipe) -> nn.Module | None:
@@ -293,22 +302,32 @@ def _no_owner(match: _Match) -> str | None:
     return reason and f"its {original_class(match.site.owner).__name__}: {reason}"
 
 
-def _together(matches: Sequence[_Match], plans: Sequence[SitePlan]) -> list[SitePlan]:
+def shared_owner(site: Site, recipe: Recipe) -> nn.Module | None:
+    """The owner of a site, if the site takes what that makes."""
+    return site.owner if site.owner is not None and recipe.shares(site.module) else None
+
+
+def together(owners: Sequence[nn.Module | None], plans: Sequence[SitePlan]) -> list[SitePlan]:
     """Leave the sites of an owner alone unless all of them can be patched.
 
     They share what their owner makes: while one needs the dense bias, it is made for all.
+
+    Args:
+        owners: `shared_owner` of each site.
+        plans: one per site.
     """
     lacking: dict[nn.Module, str] = {}
-    for match, plan in zip(matches, plans, strict=True):
-        shares = match.site.owner is not None and match.recipe.shares(match.site.module)
-        if shares and match.site.owner is not None and plan.status != "patched":
-            lacking.setdefault(match.site.owner, plan.name)
+    for owner, plan in zip(owners, plans, strict=True):
+        if owner is not None and plan.status != "patched":
+            lacking.setdefault(owner, plan.name)
     done = []
-    for match, plan in zip(matches, plans, strict=True):
-        culprit = lacking.get(match.site.owner) if match.site.owner is not None else None
+    for owner, plan in zip(owners, plans, strict=True):
+        culprit = lacking.get(owner) if owner is not None else None
         if culprit is not None and plan.status == "patched":
             reason = f"shares its bias with {culprit!r}, which is not converted"
-            plan = replace(plan, status="left alone", reason=reason, spec=None, bias=None)
+            plan = replace(
+                plan, status="left alone", reason=reason, spec=None, bias=None, modules=None
+            )
         done.append(plan)
     return done
 
@@ -333,6 +352,8 @@ def _with_sizes(plan: SitePlan, description: Description) -> SitePlan:
 
 
 def _decide(plan: SitePlan, description: Description, options: DecomposeOptions) -> SitePlan:
+    if description.depends_on_input:
+        return replace(plan, reason=NEEDS_FIT)
     result = Decomposition(ScoreBias((), description.num_heads), ())
     if description.bias is not None:
         result = decompose(description.bias, options, name=plan.name, index=description.index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 from .attention import SLACK, PreparedBias, bias_bound, flashbias_attention
 from .attention.arguments import broadcasts
-from .builders import find_builder
+from .builder_module import BuilderModule
+from .builders import Builder, find_builder, module_entries
 from .terms import Lookup, Regions, RelativeTable, ScoreBias, Term
 
 
@@ -96,17 +98,22 @@ class ScoreBiasModule(nn.Module):
         bias: the terms; their tensors are copied.
         backend: "auto", "triton", "sdpa" or "eager", see `flashbias_attention`.
         builders: names of the builders that calls may use, see `builders`.
+        modules: builders with weights of their own, by the names that calls use; copied.
     """
 
     layout: Tensor
 
     def __init__(
-        self, bias: ScoreBias, backend: str = "auto", builders: Sequence[str] = ()
+        self,
+        bias: ScoreBias,
+        backend: str = "auto",
+        builders: Sequence[str] = (),
+        modules: Mapping[str, BuilderModule] | None = None,
     ) -> None:
         super().__init__()
         self.backend = backend
         self.builders = {name: find_builder(name) for name in builders}
-        self._spec = with_builders(bias.spec(), builders)
+        self._spec = with_builders(bias.spec(), builders, modules)
         self._kinds = frozenset(term.kind for term in bias.terms)
         #: whether the terms came with the last state dict; set here, cleared by the owner
         self.just_loaded = False
@@ -121,6 +128,10 @@ class ScoreBiasModule(nn.Module):
         self.register_buffer("layout", codes)
         for name, term in zip(bias.term_names(), bias.terms, strict=True):
             self.add_module(name, TermTensors(term))
+        for name, module in (modules or {}).items():
+            if name in self.builders or hasattr(self, name):
+                raise ValueError(f"a builder cannot be called {name!r}")
+            self.add_module(name, copy.deepcopy(module))
 
     def _forget(self) -> None:
         """Drop everything that was derived from the buffers."""
@@ -130,7 +141,15 @@ class ScoreBiasModule(nn.Module):
 
     def spec(self) -> dict[str, Any]:
         """See `ScoreBias.spec`; dtypes are those of now."""
-        return with_builders(self.bias.spec(), tuple(self.builders))
+        return with_builders(self.bias.spec(), tuple(self.builders), self.builder_modules())
+
+    def builder_modules(self) -> dict[str, BuilderModule]:
+        """The builders with weights, by name."""
+        return {k: m for k, m in self._modules.items() if isinstance(m, BuilderModule)}
+
+    def _builder(self, name: str) -> Builder | BuilderModule:
+        module = self._modules.get(name)
+        return module if isinstance(module, BuilderModule) else self.builders[name]
 
     @property
     def bias(self) -> ScoreBias:
@@ -229,7 +248,7 @@ class ScoreBiasModule(nn.Module):
     ) -> tuple[PreparedBias, float | None]:
         """The terms of one call, see `forward`, and what no score exceeds, if that is known."""
         for name, inputs in (built or {}).items():
-            builder = self.builders[name]
+            builder = self._builder(name)
             extra, without = (*extra, builder.make(**inputs)), without + builder.replaces
         prepared = self.prepared(without)
         # masks aside, the bound holds with them, too
@@ -273,9 +292,18 @@ def _are(some: tuple[Term, ...], others: tuple[Term, ...]) -> bool:
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
 
 
-def with_builders(spec: Mapping[str, Any], builders: Sequence[str]) -> dict[str, Any]:
-    """A `ScoreBias.spec` that also names builders."""
-    return {**spec, "builders": list(builders)} if builders else dict(spec)
+def with_builders(
+    spec: Mapping[str, Any],
+    builders: Sequence[str],
+    modules: Mapping[str, BuilderModule] | None = None,
+) -> dict[str, Any]:
+    """A `ScoreBias.spec` that also says which builders there are."""
+    out = dict(spec)
+    if builders:
+        out["builders"] = list(builders)
+    if modules:
+        out["builder_modules"] = module_entries(modules)
+    return out
 
 
 def _check_codes(terms: Sequence[Term]) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .builder_module import BuilderModule
+from .builders import modules_from_spec
 from .errors import UsageError
 from .inspection import inspect_model, refuse_wrapped
 from .patched_attention import PatchedAttention
@@ -88,7 +90,7 @@ def _apply_site(
             f"{type(module).__name__} has {recipe.name if recipe else 'none'}"
         )
     bias = _placeholder(module, site) if empty else site.bias
-    if bias is None:
+    if bias is None or (site.builder_modules() and not empty and site.modules is None):
         raise UsageError(
             f"the plan holds no terms for {site.name!r}", "use empty=True for a plan from a file"
         )
@@ -99,6 +101,7 @@ def _apply_site(
             bias,
             backend=backend,
             builders=site.builders(),
+            modules=_empty_modules(module, site) if empty else site.modules,
             awaits_load=empty,
         )
     except UsageError as error:
@@ -124,8 +127,17 @@ def _apply_owners(model: nn.Module, registry: Registry) -> None:
 
 
 def _placeholder(module: nn.Module, site: SitePlan) -> ScoreBias | None:
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    return None if site.spec is None else ScoreBias.empty_from_spec(site.spec, device=device)
+    if site.spec is None:
+        return None
+    return ScoreBias.empty_from_spec(site.spec, device=_device(module))
+
+
+def _empty_modules(module: nn.Module, site: SitePlan) -> dict[str, BuilderModule]:
+    return modules_from_spec(site.spec or {}, device=_device(module))
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
 def unpatch_model(model: nn.Module) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
+from .builder_module import BuilderModule
 from .decompose.decision import HeadDecision
 from .errors import CheckpointError
 from .options import DecomposeOptions
@@ -32,6 +33,7 @@ class SitePlan:
         warnings: what a user should know about this site.
         spec: `ScoreBias.spec()` of the terms, masks included; None unless patched.
         bias: the terms themselves; only in memory.
+        modules: builders with weights, by the names that calls use; only in memory.
     """
 
     name: str
@@ -46,6 +48,7 @@ class SitePlan:
     warnings: tuple[str, ...] = ()
     spec: dict[str, Any] | None = None
     bias: ScoreBias | None = field(default=None, repr=False, compare=False)
+    modules: Mapping[str, BuilderModule] | None = field(default=None, repr=False, compare=False)
 
     def terms(self) -> tuple[str, ...]:
         """Kinds of the terms of a patched site, in order, each once."""
@@ -55,6 +58,11 @@ class SitePlan:
     def builders(self) -> tuple[str, ...]:
         """Names of the builders of a patched site."""
         return tuple(self.spec.get("builders", ())) if self.spec else ()
+
+    def builder_modules(self) -> tuple[str, ...]:
+        """Kinds of the builders with weights of a patched site."""
+        entries = self.spec.get("builder_modules", ()) if self.spec else ()
+        return tuple(dict.fromkeys(entry["kind"] for entry in entries))
 
     def is_exact(self) -> bool:
         """Whether nothing of the bias was lost: no logit moves but by rounding."""
@@ -67,7 +75,7 @@ class SitePlan:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values, without the tensors."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        del fields["bias"]
+        del fields["bias"], fields["modules"]
         fields["decisions"] = [d.to_json() for d in self.decisions]
         fields["warnings"] = list(self.warnings)
         return fields

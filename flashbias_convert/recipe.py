@@ -70,6 +70,9 @@ class Description:
         builders: names of the functions that make terms from the input of each call, see
             `flashbias_convert.builders`.
         warnings: what a user should know about this site, one sentence each.
+        depends_on_input: the bias is made from the input of each call. Factor networks have to be
+            fitted to it before the site can be converted, see `fit_sites`; `bias` is None, and the
+            recipe needs `observe`.
     """
 
     bias: Tensor | None
@@ -81,6 +84,34 @@ class Description:
     exact_terms: tuple[Term, ...] = ()
     builders: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    depends_on_input: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """What one call of a site says about a bias that is made from its input.
+
+    The features are those that the patched forward hands to the factor networks.
+
+    Attributes:
+        x_q: features of the queries, shape (*batch, N, C).
+        x_k: features of the keys, shape (*batch, M, C').
+        bias: shape (*batch, H, N, M), without masks.
+        key_mask: bool, shape (*batch, M), False for tokens that are padding; None means all count.
+            Where N = M, the queries are the same tokens.
+        q, k, v: shapes (*batch, H, N, D) and so on; a batch dimension in which the bias has size
+            1 may have any size (the rows of triangle attention).
+        scale: of the scores.
+    """
+
+    x_q: Tensor
+    x_k: Tensor
+    bias: Tensor
+    key_mask: Tensor | None = None
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    scale: float = 1.0
 
 
 class UnsupportedSite(Exception):
@@ -134,6 +165,8 @@ class Recipe:
             converted together or not at all.
         shares: whether an attention module takes what its owner makes; of T5's, cross-attention
             does not. Those that do not are left out of "together or not at all".
+        observe: for biases that depend on the input: (module, arguments of its forward) -> what a
+            fit needs to know of that call.
     """
 
     name: str
@@ -145,6 +178,7 @@ class Recipe:
     describe: Callable[[Site], Description]
     owners: tuple[Owner, ...] = ()
     shares: Callable[[nn.Module], bool] = _always
+    observe: Callable[..., Observed] | None = None
 
 
 def qualified_name(cls: type) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import nn
 
+from .builder_module import BuilderModule
 from .composed import Composed, compose
 from .errors import UsageError
 from .modules import ScoreBiasModule
@@ -55,6 +56,7 @@ def patch_module(
     *,
     backend: str = "auto",
     builders: Sequence[str] = (),
+    modules: Mapping[str, BuilderModule] | None = None,
     awaits_load: bool = False,
 ) -> None:
     """Give a module its patched class and its terms, in place; on an error it stays as it was.
@@ -65,6 +67,7 @@ def patch_module(
         bias: the terms; their tensors are copied.
         backend: see `flashbias_attention`.
         builders: names of the builders that the class uses.
+        modules: builders with weights that the class uses; copied.
         awaits_load: the terms are placeholders; until a state dict has filled them, the module
             refuses to compute.
 
@@ -74,7 +77,7 @@ def patch_module(
     reason = refusal(module)
     if reason:
         raise UsageError(reason)
-    terms = ScoreBiasModule(bias, backend, builders)
+    terms = ScoreBiasModule(bias, backend, builders, modules)
     terms.train(module.training)
     _install(module, compose(recipe_class, type(module)), terms)
     assert isinstance(module, PatchedAttention)

@@ -88,6 +88,8 @@ def _view(model: nn.Module, site: SitePlan, registry: Registry, tokens: int | No
 
 
 def _closed_form(site: SitePlan, description: Description) -> SiteView:
+    if description.depends_on_input:
+        return SiteView(site, note="its bias depends on the input")
     if not description.exact_terms:
         made = "its bias is made in each call" if description.builders else "there is no bias"
         return SiteView(site, note=made)

@@ -14,10 +14,11 @@ LAYERS = [
     {"errors"},
     {"options"},
     {"terms"},
+    {"builder_module"},
     {"decompose", "attention"},
     {"builders"},
     {"models", "modules", "composed"},
-    {"patched_attention", "masks", "causal", "fallback", "window_map"},
+    {"patched_attention", "masks", "causal", "fallback", "window_map", "pair_features"},
     {"patched_owner"},
     {"causal_owner", "windows"},
     {"recipe", "plan", "swap"},
@@ -25,7 +26,7 @@ LAYERS = [
     {"inspection", "patching", "checkpoint"},
     {"inputs", "views", "huggingface"},
     {"verification", "probing", "plotting", "report"},
-    {"calibration", "benchmark"},
+    {"calibration", "benchmark", "fitting"},
     {"cli"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}

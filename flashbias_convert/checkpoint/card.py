@@ -109,7 +109,7 @@ def _cells(site: SitePlan) -> list[str]:
         f"`{site.name or '(the model)'}`",
         size if site.n else "",
         str(site.heads or ""),
-        ", ".join(site.terms()),
+        ", ".join((*site.terms(), *site.builder_modules())),
         f"{mean(ranks):.1f} / {max(ranks)}" if ranks else "",
         _over(site, min, lambda d: 100 * d.energy, ".3f"),
         _over(site, max, lambda d: d.logit_error_max, ".2g"),

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..builders import check_entry
 from ..errors import CheckpointError
 from ..plan import Plan, SitePlan
 from ..terms import ScoreBias
@@ -48,7 +49,10 @@ def term_tensors(site: SitePlan) -> list[tuple[str, Any]]:
             for term in site.spec["terms"]
             for name, info in term["tensors"].items()
         ]
+        for entry in site.spec.get("builder_modules", ()):
+            check_entry(entry)
+            tensors += [(f"{prefix}.{entry['name']}.{k}", i) for k, i in entry["tensors"].items()]
         layout = {"shape": [len(ScoreBias.layout(site.spec).encode())], "dtype": "uint8"}
         return [*tensors, (f"{prefix}.layout", layout)]
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"the plan of {site.name!r} is damaged: {error!r}") from error

@@ -33,6 +33,8 @@ def check_loaded(model: nn.Module, path: str | Path) -> None:
                 _check_numbers(term)
                 if isinstance(term, Lookup | RelativeTable):
                     term.check_codes()
+            for built in module.score_bias.builder_modules().values():
+                built.check()
         except (ValueError, TypeError, RuntimeError) as error:
             raise CheckpointError(
                 f"the terms of {name!r} in {path} are damaged: {error}"

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..builders import check_entry
 from ..errors import CheckpointError
 from ..inspection import library_versions
 from ..options import DecomposeOptions
@@ -100,7 +101,10 @@ def _spec(terms: Mapping[str, Tensor], key: str, path: str | Path) -> dict[str, 
         layout = json.loads(bytes(terms[key].tolist()))
         entries = [_entry(entry, own) for entry in layout["terms"]]
         spec = {**layout, "num_heads": int(layout["num_heads"]), "terms": entries}
-        held = {f"{entry['name']}.{name}" for entry in entries for name in entry["tensors"]}
+        built = [_module_entry(entry, own) for entry in layout.get("builder_modules", ())]
+        if built:
+            spec["builder_modules"] = built
+        held = {f"{e['name']}.{name}" for e in (*entries, *built) for name in e["tensors"]}
         if held != own.keys() or ScoreBias.layout(spec).encode() != bytes(terms[key].tolist()):
             raise ValueError("its tensors are not those of its layout")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -109,14 +113,29 @@ def _spec(terms: Mapping[str, Tensor], key: str, path: str | Path) -> dict[str, 
 
 
 def _entry(entry: Mapping[str, Any], own: Mapping[str, Tensor]) -> dict[str, Any]:
-    start = entry["name"] + "."
-    tensors = {k.removeprefix(start): t for k, t in own.items() if k.startswith(start)}
     return {
         "name": entry["name"],
         "kind": entry["kind"],
         "static": {k: v for k, v in entry.items() if k not in ("name", "kind")},
-        "tensors": {
-            k: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")}
-            for k, t in tensors.items()
-        },
+        "tensors": _tensors(entry["name"], own),
+    }
+
+
+def _module_entry(entry: Mapping[str, Any], own: Mapping[str, Tensor]) -> dict[str, Any]:
+    """An entry of `builders.module_entries`."""
+    found = {key: entry[key] for key in ("name", "kind", "config")}
+    found["tensors"] = _tensors(entry["name"], own)
+    check_entry(found)
+    return found
+
+
+def _tensors(name: str, own: Mapping[str, Tensor]) -> dict[str, Any]:
+    start = name + "."
+    return {
+        key.removeprefix(start): {
+            "shape": list(t.shape),
+            "dtype": str(t.dtype).removeprefix("torch."),
+        }
+        for key, t in own.items()
+        if key.startswith(start)
     }

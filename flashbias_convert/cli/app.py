@@ -19,6 +19,7 @@ from .completion import insert_default_command, is_completing
 from .convert import convert
 from .env import env
 from .exit_codes import ExitCode, exit_code_of
+from .fit import fit
 from .inspect import inspect
 from .output import print_error, print_json
 from .probe import probe
@@ -32,6 +33,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "convert": convert,
     "inspect": inspect,
     "probe": probe,
+    "fit": fit,
     "verify": verify,
     "bench": bench,
     "restore": restore,
@@ -44,8 +46,8 @@ _OWN_OPTIONS = ("--help", "-h", "--version", "--install-completion", "--show-com
 _INTERRUPTED = 130
 
 _EPILOG = (
-    "Exit codes: 0 done, 1 failed, 2 usage, 3 nothing to convert, 4 verification failed, "
-    "5 done in part (a site failed and stayed as it was)."
+    "Exit codes: 0 done, 1 failed, 2 usage, 3 nothing to convert, 4 verification failed or no fit "
+    "good enough, 5 done in part (a site failed and stayed as it was)."
 )
 
 app = typer.Typer(

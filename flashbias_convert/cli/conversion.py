@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import FlashBiasError, VerificationError
 from ..options import DecomposeOptions, shard_bytes
 from .calibration import Calibrating
+from .fitting import Fitting
 from .output import Output
 from .pictures import check_pictures, draw_pictures
 from .reports import check_report
@@ -51,7 +52,7 @@ class Request:
     verbose: int
     quiet: bool
     comparing: Comparing | None = None
-    calibrating: Calibrating | None = None
+    calibrating: Calibrating | Fitting | None = None
     plot: Path | None = None
     html: Path | None = None
 
@@ -112,7 +113,8 @@ def _convert(
     on_verification: Callable[[Verification], None],
 ) -> Conversion:
     inputs = None if request.comparing is None else request.comparing.inputs
-    quiet_libraries(request.arch, inputs)  # before the libraries are imported
+    data = request.calibrating.data if isinstance(request.calibrating, Fitting) else None
+    quiet_libraries(request.arch, inputs, data)  # before the libraries are imported
     import torch
 
     from ..checkpoint import convert_checkpoint

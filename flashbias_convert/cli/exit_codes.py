@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 from ..errors import (
+    FitError,
     NothingToConvertError,
     UnknownArchitectureError,
     UsageError,
@@ -28,9 +29,10 @@ class ExitCode(IntEnum):
     USAGE = 2
     #: no site, or all left alone; nothing is written
     NOTHING = 3
-    #: the outputs do not agree; nothing is written
+    #: the outputs do not agree, or no fit is good enough; nothing is written
     NOT_VERIFIED = 4
-    #: some sites failed and stayed as they were; the file is written
+    #: some sites failed, or missed what a fit was asked for, and stayed as they were; the file is
+    #: written
     PARTLY = 5
 
 
@@ -40,6 +42,6 @@ def exit_code_of(error: BaseException) -> ExitCode:
         return ExitCode.USAGE
     if isinstance(error, NothingToConvertError):
         return ExitCode.NOTHING
-    if isinstance(error, VerificationError):
+    if isinstance(error, VerificationError | FitError):
         return ExitCode.NOT_VERIFIED
     return ExitCode.FAILED

@@ -69,7 +69,7 @@ _COLUMNS = (
     _Column("site", lambda r: r.name, number=False),
     _Column("N", lambda r: _size(r.first)),
     _Column("H", lambda r: str(r.first.heads or ""), from_width=100),
-    _Column("terms", lambda r: "+".join(r.first.terms()), number=False, from_width=80),
+    _Column("terms", lambda r: "+".join(_carriers(r.first)), number=False, from_width=80),
     _Column("rank\nmean/max", _Row.rank, from_width=60),
     _Column("energy\n%", lambda r: r.over_heads(min, lambda d: 100 * d.energy, ".2f")),
     _Column(
@@ -90,6 +90,10 @@ _COLUMNS = (
     _Column("decision", lambda r: r.first.status, number=False),
     _Column("reason", _Row.reason, number=False, from_width=140),
 )
+
+
+def _carriers(site: SitePlan) -> tuple[str, ...]:
+    return (*site.terms(), *site.builder_modules())
 
 
 def _size(site: SitePlan) -> str:

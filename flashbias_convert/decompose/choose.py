@@ -89,8 +89,8 @@ def decompose(
 def _check(bias: Tensor, options: DecomposeOptions, name: str, visible: Tensor | None) -> None:
     if options.method == "neural":
         raise UsageError(
-            'method "neural" does not exist for a static bias yet',
-            'there are "auto", "exact" and "svd"',
+            'method "neural" is for biases that depend on the input, see flashbias-convert fit',
+            'for others there are "auto", "exact" and "svd"',
         )
     check_bias(bias, name)
     if options.method == "svd" and options.energy < 1.0:

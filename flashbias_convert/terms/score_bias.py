@@ -171,13 +171,20 @@ class ScoreBias:
         """What tensors of the right shapes do not tell: kinds, heads, ranks, as canonical JSON.
 
         Args:
-            spec: from `spec()`, now or by an older version; with the names of builders, if any.
+            spec: from `spec()`, now or by an older version; with builders, if any.
         """
         terms = [
             {"name": entry["name"], "kind": entry["kind"], **_not_default(entry)}
             for entry in spec["terms"]
         ]
-        built = {"builders": list(spec["builders"])} if spec.get("builders") else {}
+        built: dict[str, Any] = {}
+        if spec.get("builders"):
+            built["builders"] = list(spec["builders"])
+        if spec.get("builder_modules"):
+            entries = spec["builder_modules"]
+            built["builder_modules"] = [
+                {key: entry[key] for key in ("name", "kind", "config")} for entry in entries
+            ]
         facts = {"num_heads": spec["num_heads"], "terms": terms, **built}
         return json.dumps(facts, sort_keys=True)
 

@@ -1,0 +1,231 @@
+"""Fit factor networks to the sites of a model whose biases depend on the input."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..decompose.decision import HeadDecision
+from ..decompose.factor_networks import FactorNetworks
+from ..decompose.neural import Check, FitResult, fit
+from ..decompose.neural_options import FitOptions
+from ..errors import DecompositionError, NothingToConvertError, UsageError
+from ..inputs import Batch, as_inputs
+from ..inspection import (
+    NEEDS_FIT,
+    find_site,
+    inspect_model,
+    leave_no_trace,
+    shared_owner,
+    together,
+)
+from ..modules import with_builders
+from ..plan import Plan, SitePlan
+from ..recipe import Recipe, Registry
+from ..swap import restored, unpatch_all
+from ..terms import ScoreBias
+from .collect import Collected, collect, cropped
+
+#: called with the name of a site after every look at its fit
+Progress = Callable[[str, Check], None]
+
+#: beginning of the reason of a site whose fit is not good enough
+NOT_REACHED = "the fit did not reach what was asked"
+
+
+def fit_sites(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    rank: int = 96,
+    options: FitOptions | None = None,
+    calls: int = 64,
+    tokens_per_step: int = 384,
+    device: torch.device | str | None = None,
+    state: str | Path | None = None,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    recipes: Iterable[Recipe] = (),
+    progress: Progress | None = None,
+    **planning: Any,
+) -> Plan:
+    """Plan a model whose biases depend on the input; nothing is changed.
+
+    For every chosen site of that kind, the model runs on the inputs, its recipe says what each
+    call saw, and two small networks of the site's own token features are fitted to the bias
+    (FlashBias, section 3.2). Only they are trained. What they lose is measured on inputs that were
+    not trained on: one in eight, or, where there is only one input, on that one, with a warning.
+    Other sites are planned as `inspect_model` does.
+
+    Args:
+        model: in evaluation mode, not patched, or patched (it is planned anew).
+        inputs: see `verify_model`; all of them are kept in memory.
+        rank: R of every head; 96 in the paper.
+        options: how to fit, and what to ask of a fit.
+        calls: samples (calls of the site, entry by entry of the batch) that are kept per site.
+        tokens_per_step: of longer samples a random choice of so many tokens enters a step.
+        device: where networks are trained; default where the model is.
+        state: a folder that keeps the fits, so that an interrupted one goes on.
+        include, exclude, recipes: see `inspect_model`.
+        progress: called after every check.
+        **planning: other keyword arguments of `inspect_model`, for the other sites.
+
+    Returns:
+        A plan for `apply_plan`. A site whose fit misses what was asked is left alone, and says so.
+
+    Raises:
+        UsageError: no inputs, a model in training mode, or options that make no sense.
+        NothingToConvertError: no chosen site has a bias that depends on the input.
+    """
+    options = options or FitOptions()
+    for name, value in (("rank", rank), ("calls", calls), ("tokens_per_step", tokens_per_step)):
+        if type(value) is not int or value < 1:
+            raise UsageError(f"{name} must be a positive integer, got {value!r}")
+    if model.training:
+        raise UsageError("a fit needs the model in evaluation mode", "call model.eval() first")
+    recipes = tuple(recipes)
+    plan = inspect_model(model, include=include, exclude=exclude, recipes=recipes, **planning)
+    dynamic = [site for site in plan.sites if site.reason == NEEDS_FIT]
+    if not dynamic:
+        raise NothingToConvertError(
+            "no chosen site has a bias that depends on the input",
+            "other sites are converted without a fit: flashbias-convert convert",
+        )
+    batches = [_as_here(batch, model) for batch in as_inputs(inputs).batches]
+    if not batches:
+        raise UsageError("there are no inputs to fit to")
+    folder, registry = _folder(state), Registry(recipes)
+    fitted = {}
+    with restored(model, always=True):
+        unpatch_all(model)
+        for site in dynamic:
+            fitter = _Fitter(model, site, registry, options, rank, tokens_per_step)
+            where = None if folder is None else folder / f"{site.name or 'model'}.fit"
+            fitted[site.name] = fitter.run(batches, calls, device, where, progress)
+        sites = [fitted.get(site.name, site) for site in plan.sites]
+        sites = together([_owner(model, site, registry) for site in sites], sites)
+    return dataclasses.replace(plan, sites=sites)
+
+
+def _owner(model: nn.Module, site: SitePlan, registry: Registry) -> nn.Module | None:
+    recipe = registry.find(model.get_submodule(site.name))
+    if recipe is None:
+        return None
+    return shared_owner(find_site(model, site.name, recipe), recipe)
+
+
+def missed(plan: Plan) -> list[SitePlan]:
+    """The sites of a plan whose fit is not good enough."""
+    return [site for site in plan.sites if site.reason.startswith(NOT_REACHED)]
+
+
+def _folder(state: str | Path | None) -> Path | None:
+    if state is None:
+        return None
+    try:
+        Path(state).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"the folder {state} for fits cannot be made: {error}") from error
+    return Path(state)
+
+
+def _as_here(batch: Batch, model: nn.Module) -> Batch:
+    parameter = next(model.parameters())
+    return batch.to(parameter.device, parameter.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fitter:
+    """One site, and how to fit it."""
+
+    model: nn.Module
+    site: SitePlan
+    registry: Registry
+    options: FitOptions
+    rank: int
+    tokens: int
+
+    def run(
+        self,
+        batches: Sequence[Batch],
+        calls: int,
+        device: torch.device | str | None,
+        state: Path | None,
+        progress: Progress | None,
+    ) -> SitePlan:
+        """The site as planned, left alone or failed."""
+        module = self.model.get_submodule(self.site.name)
+        recipe = self.registry.find(module)
+        if recipe is None or recipe.observe is None:
+            reason = f"recipe {self.site.recipe} does not say what a fit needs"
+            return dataclasses.replace(self.site, status="unsupported", reason=reason)
+        attention = self.options.loss == "attention"
+        found = collect(
+            self.model, module, recipe.observe, batches, most=calls, attention=attention
+        )
+        if not found.samples:
+            return dataclasses.replace(self.site, reason="it did not run on these inputs")
+        train, judges, apart = found.split()
+        here = torch.device(device) if device is not None else train[0].bias.device
+        try:
+            for sample in found.samples:
+                sample.check(self.site.heads)
+            result = fit(
+                cropped([sample.to(here) for sample in train], self.tokens),
+                rank=self.rank,
+                heads=self.site.heads,
+                options=self.options,
+                evaluation=judges,
+                device=here,
+                state=state,
+                progress=None if progress is None else lambda c: progress(self.site.name, c),
+            )
+        except DecompositionError as error:
+            return dataclasses.replace(self.site, status="failed", reason=str(error))
+        return self._planned(result, found, apart, recipe)
+
+    def _planned(
+        self, result: FitResult, found: Collected, apart: bool, recipe: Recipe
+    ) -> SitePlan:
+        size = max(sample.bias.shape[-1] for sample in found.samples)
+        queries = max(sample.bias.shape[-2] for sample in found.samples)
+        on = "inputs held out" if apart else "the inputs that it was trained on"
+        what = f"factor networks of rank {self.rank}: {result.reason}, judged on {on}"
+        warnings = self.site.warnings
+        if not apart:
+            warnings += ("its fit was judged on the one input that it was trained on",)
+        site = dataclasses.replace(
+            self.site, n=queries, m=size, decisions=self._decisions(result), warnings=warnings
+        )
+        if not result.reached:
+            return dataclasses.replace(site, reason=f"{NOT_REACHED}: {what}")
+        with leave_no_trace(self.model):
+            described = recipe.describe(find_site(self.model, self.site.name, recipe))
+        bias = ScoreBias(described.exact_terms, self.site.heads)
+        modules = {FactorNetworks.kind: result.networks.cpu()}
+        return dataclasses.replace(
+            site,
+            status="patched",
+            reason=what,
+            spec=with_builders(bias.spec(), described.builders, modules),
+            bias=bias,
+            modules=modules,
+        )
+
+    def _decisions(self, result: FitResult) -> tuple[HeadDecision, ...]:
+        numbers = {name: value.tolist() for name, value in vars(result.loss).items()}
+        return tuple(
+            HeadDecision(
+                head=head,
+                term=FactorNetworks.kind,
+                rank=self.rank,
+                reason=result.reason,
+                **{name: values[head] for name, values in numbers.items()},
+            )
+            for head in range(self.site.heads)
+        )

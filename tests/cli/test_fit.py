@@ -1,0 +1,111 @@
+"""``flashbias-convert fit``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from flashbias_convert import load_model
+from tests.pairformer import RECIPES, PairModel, make_inputs, make_model
+
+from .conftest import Cli
+
+QUICK = ["--rank", 4, "--hidden", 8, "--steps", 20, "--learning-rate", 0.02]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, data, and a recipe for each kind of site."""
+    folder = tmp_path_factory.mktemp("fit")
+    save_file(make_model().state_dict(), folder / "m.safetensors")
+    np.savez(folder / "data.npz", **{k: t.numpy() for k, t in make_inputs(proteins=3).items()})
+    for name in ("TRIANGLE", "PAIR_BIAS"):
+        text = f"from tests.pairformer import {name} as recipe\n"
+        (folder / f"{name}.py").write_text(text)
+    return folder
+
+
+def arguments(files: Path, *more: object) -> list[object]:
+    recipes = ["--recipe", files / "TRIANGLE.py", "--recipe", files / "PAIR_BIAS.py"]
+    model = ["--arch", "tests.pairformer:make_model"]
+    return ["fit", files / "m.safetensors", files / "data.npz", *recipes, *model, *QUICK, *more]
+
+
+def test_a_fit_is_written_and_loads(cli: Cli, files: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.safetensors"
+    state = tmp_path / "fits"
+    asked = ["--energy", 0.01, "--max-attention-error", 1, "-o", out, "--state", state]
+    done = cli(*arguments(files, *asked))
+    assert done.code == 0, done.err
+    assert "factor_network" in done.out and "2 of 2 sites converted" in done.out
+    assert sorted(path.name for path in state.iterdir()) == ["pair.fit", "triangle.fit"]
+    model = load_model(out, arch=PairModel, recipes=RECIPES, backend="eager")
+    with torch.no_grad():
+        assert model(**make_inputs(proteins=1)).isfinite().all()
+    shown = cli("show", out)
+    assert shown.code == 0 and "factor_network" in shown.out
+    back = cli("restore", out, "-o", tmp_path / "back.safetensors")
+    assert back.code == 0, back.err
+
+
+def test_no_fit_good_enough_writes_nothing(cli: Cli, files: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.safetensors"
+    done = cli(*arguments(files, "--sites", "pair", "--energy", 0.9999999, "-o", out, "--json"))
+    assert done.code == 4 and not out.exists()
+    told = done.json()
+    assert told["error"]["type"] == "FitError" and told["exit_code"] == 4
+    assert "1 fit missed what was asked, nothing was written: pair: the fit" in done.err
+    by_name = {site["name"]: site for site in told["plan"]["sites"]}
+    assert by_name["pair"]["status"] == "left alone"
+    assert by_name["triangle"]["reason"] == "not among the included sites"
+
+
+def test_some_fits_good_enough_write_those(
+    cli: Cli, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flashbias_convert.fitting import sites
+
+    original = sites.fit
+
+    def spoiled(draw, **options):  # type: ignore[no-untyped-def]
+        result = original(draw, **options)
+        if options["evaluation"][0].x_q.shape[-1] == 12:  # the triangle, which has no single
+            object.__setattr__(result, "reached", False)
+        return result
+
+    monkeypatch.setattr(sites, "fit", spoiled)
+    out = tmp_path / "out.safetensors"
+    asked = ["--energy", 0.01, "--max-attention-error", 1, "-o", out]
+    done = cli(*arguments(files, *asked))
+    assert done.code == 5 and out.exists()
+    assert "1 fit missed what was asked, the rest was converted: triangle" in done.err
+
+
+def test_a_dry_run_fits_and_writes_nothing(cli: Cli, files: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.safetensors"
+    asked = ["--energy", 0.01, "--max-attention-error", 1, "-o", out, "--dry-run"]
+    done = cli(*arguments(files, "--sites", "pair", *asked))
+    assert done.code == 0 and not out.exists() and "would be converted" in done.out
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (["--rank", 0], "rank must be at least 1"),
+        (["--energy", 2], "energy must be in"),
+        (["--sites", "nobody"], "matches no site"),
+        (["--steps", 0], "steps must be a positive"),
+    ],
+)
+def test_usage(cli: Cli, files: Path, change: list[object], said: str) -> None:
+    done = cli(*arguments(files, *change))
+    assert done.code == 2 and said in done.err
+
+
+def test_data_that_is_not_there(cli: Cli, files: Path) -> None:
+    done = cli("fit", files / "m.safetensors", "nowhere.npz")
+    assert done.code == 2 and "there are no inputs nowhere.npz" in done.err
