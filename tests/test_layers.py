@@ -22,6 +22,7 @@ LAYERS = [
     {"causal_owner", "windows"},
     {"recipe", "plan", "swap"},
     {"tables"},
+    {"parallel"},
     {"inspection", "patching", "checkpoint"},
     {"inputs", "views", "huggingface"},
     {"verification", "plotting", "report"},
