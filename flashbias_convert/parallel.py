@@ -167,9 +167,9 @@ def spread(
     everywhere: list[Any] = [None] * parts
     dist.all_gather_object(everywhere, [_sendable(entry) for entry in own], group=group)
     found = sorted((entry for some in everywhere for entry in some), key=lambda entry: entry[0])
-    for _, _, error in found:
-        if error is not None:
-            raise error
+    for _, _, failure in found:
+        if failure is not None:
+            raise failure
     return [result for _, result, _ in found]
 
 

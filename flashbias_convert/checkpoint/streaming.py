@@ -30,9 +30,9 @@ from .pieces import (
     Piece,
     Source,
     copy_pieces,
-    digests_in,
     digests_of,
     header,
+    holds,
     in_file_order,
     write_header,
     write_tensors,
@@ -165,19 +165,16 @@ class _Work:
                     copying(done, total, name)
 
             path, source = partial.out / shard.name, Source(shard.source)
-            found = None
-            if shard.name in finished and path.is_file():
-                found = digests_of(source, shard.pieces, on_bytes)
-                if digests_in(path, self.start(shard), shard.pieces) != found:
-                    done, found = done - shard.nbytes, None
-                else:
-                    logger.info("%s is there already", shard.name)
-            if found is None:
-                found = copy_pieces(source, shard.pieces, path, self.start(shard), on_bytes)
-                if digests_in(path, self.start(shard), shard.pieces) != found:
-                    raise CheckpointError(f"the written file does not read back: {shard.name}")
-                partial.finish(shard.name)
-            digests |= found
+            start = self.start(shard)
+            left = shard.name in finished and path.is_file()
+            if left and holds(path, start, source, shard.pieces):
+                logger.info("%s is there already", shard.name)
+                digests |= digests_of(source, shard.pieces, on_bytes)
+                continue
+            digests |= copy_pieces(source, shard.pieces, path, start, on_bytes)
+            if not holds(path, start, source, shard.pieces):
+                raise CheckpointError(f"the written file does not read back: {shard.name}")
+            partial.finish(shard.name)
         self._write_headers(partial.out, self.metadata(self._digest(digests)))
 
     def _require_space(self, folder: Path) -> None:
