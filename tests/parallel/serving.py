@@ -217,3 +217,36 @@ def terms_of(plan: Any) -> dict[str, Tensor]:
         for site in plan.patched
         for name, tensor in site.bias.named_tensors()
     }
+
+
+# -- plans of transformers -----------------------------------------------------------------
+
+
+def plan_of_transformers(rank: int, world: int) -> dict[str, Any]:
+    """A BLOOM whose projections transformers itself splits while it loads them."""
+    import os
+    import tempfile
+
+    from transformers import BloomForCausalLM
+
+    from flashbias_convert import patch_model
+    from tests.recipes.test_transformers_alibi import make
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    _, ids = model_of("bloom")
+    to_heads, from_heads = "query_key_value", "dense"
+    site = "transformer.h.*.self_attention"
+    with tempfile.TemporaryDirectory() as own:
+        shared = [own]
+        dist.broadcast_object_list(shared)
+        folder = shared[0]
+        make("bloom").save_pretrained(folder)  # on the first process only
+        dist.barrier()
+        model: Any = BloomForCausalLM.from_pretrained(
+            folder, tp_plan={f"{site}.{to_heads}": "colwise", f"{site}.{from_heads}": "rowwise"}
+        )
+        dist.barrier()
+    weight = model.transformer.h[0].self_attention.query_key_value.weight
+    patch_model(model.eval(), backend="sdpa")
+    shard_sites(model, model._device_mesh["tp"])
+    return {"out": outputs(model, ids), "rows": weight.to_local().shape[0]}

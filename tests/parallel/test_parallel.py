@@ -18,7 +18,7 @@ if not (dist.is_available() and dist.is_gloo_available()):
 pytest.importorskip("transformers")
 
 from .processes import model_of, outputs, run
-from .serving import SPLIT, WRAPPED, models, serve, share, terms_of
+from .serving import SPLIT, WRAPPED, models, plan_of_transformers, serve, share, terms_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 Found = list[dict[str, Any]]
@@ -86,6 +86,14 @@ def test_what_a_split_model_refuses(served: Found) -> None:
 def test_other_weights_are_noticed_inside_wrappers(served: Found) -> None:
     for found in served:
         assert set(found["stale"].values()) == {"refused"}, found["stale"]
+
+
+def test_a_plan_of_transformers(tmp_path: Path) -> None:
+    model, x = model_of("bloom")
+    plain, truth = outputs(model, x), outputs(copy.deepcopy(model).double(), x)
+    for found in run(plan_of_transformers, 2, tmp_path / "plan"):
+        assert found["rows"] == 3 * 48 // 2
+        assert_parity(found["out"], plain, truth)
 
 
 # -- sites that are shared out -------------------------------------------------------------
