@@ -42,8 +42,8 @@ def shard_sites(model: nn.Module, mesh: DeviceMesh) -> int:
         How many sites were split.
 
     Raises:
-        UsageError: nothing is patched, a site is split already, or the heads of one, or its key
-            heads, cannot be shared out evenly. The model is as it was.
+        UsageError: nothing is patched, a site is split already or its recipe does not say how, or
+            the heads of one cannot be shared out evenly. The model is as it was.
     """
     if mesh.ndim != 1:
         raise UsageError(f"the mesh must have one dimension, it has {mesh.ndim}")
@@ -62,6 +62,8 @@ def _require_even(site: PatchedAttention, parts: int) -> None:
     name = site.original_class.__name__
     if site.split_over > 1:
         raise UsageError(f"the heads of this {name} are split already")
+    if not site.head_counts:
+        raise UsageError(f"the recipe of {name} does not say how its heads can be split")
     site.check_fresh()
     heads = {site.score_bias.bias.num_heads, *(getattr(site, n) for n in site.head_counts)}
     uneven = [count for count in heads if not isinstance(count, int) or count % parts]

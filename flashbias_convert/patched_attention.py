@@ -45,8 +45,8 @@ class PatchedAttention(Composed):
 
     #: names of children that the original forward calls and `flashbias_forward` does not
     bypassed: ClassVar[tuple[str, ...]] = ()
-    #: names of attributes that count heads, see `parallel.shard_sites`
-    head_counts: ClassVar[tuple[str, ...]] = ("num_heads",)
+    #: names of attributes that count heads, where `parallel.shard_sites` may split them
+    head_counts: ClassVar[tuple[str, ...]] = ()
     #: names of parameters and buffers with an entry, or a group of equal size, for every head
     head_values: ClassVar[tuple[str, ...]] = ()
 
@@ -130,7 +130,7 @@ class PatchedAttention(Composed):
             return False
         if not _same_sizes(sources, self._seal.state):
             return True
-        if _kept_elsewhere(self, sources):
+        if kept_elsewhere(self, sources):
             return False
         values = values_of(sources)
         if values != self._seal.values:
@@ -225,7 +225,7 @@ def _same_sizes(sources: tuple[Tensor | Hashable, ...], state: tuple[Hashable, .
     return all(isinstance(source, Tensor) or source == then for source, then in pairs)
 
 
-def _kept_elsewhere(module: nn.Module, sources: tuple[Tensor | Hashable, ...]) -> bool:
+def kept_elsewhere(module: nn.Module, sources: tuple[Tensor | Hashable, ...]) -> bool:
     """Whether a wrapper puts the sources in their place for a moment, or keeps parts of them.
 
     That is FSDP, which marks the modules that it manages, a DTensor, and the hooks of accelerate

@@ -22,7 +22,6 @@ class PanguEarthAttention(PatchedAttention):
     """`EarthAttention3D` of either: the bias (T, H, N, N) serves the windows of all longitudes."""
 
     bypassed = ("softmax", "dropout")  # dropout also acts on the output, where it is called
-    head_counts = ("head_number",)
 
     dim: int
     head_number: int

@@ -26,6 +26,7 @@ class SwinV2WindowAttention(WindowAttention):
     """timm's `WindowAttention`; the projections are the original's, line by line."""
 
     bypassed = ("cpb_mlp", "attn_drop", "softmax")
+    head_counts = ("num_heads",)
     head_values = ("logit_scale", "q_bias", "k_bias", "v_bias")
 
     window_size: tuple[int, int]

@@ -130,7 +130,7 @@ def convert_checkpoint(
     choices = {
         "include": tuple(include),
         "exclude": tuple(exclude),
-        "recipes": tuple(recipes),
+        "recipes": opened.recipes if isinstance(opened, MappedModel) else tuple(recipes),
         "progress": progress,
         **_keywords(options or DecomposeOptions()),
     }

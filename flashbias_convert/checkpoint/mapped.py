@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from ..errors import UsageError
-from ..recipe import Recipe, Registry
+from ..recipe import Description, Recipe, Registry, Site
 from .align import align, check_kinds, fill_tied
 from .architecture import Architecture, ArchLike
 from .identify import identify
@@ -40,6 +40,7 @@ class MappedModel:
         checkpoint: what was read.
         sources: key of the model -> key in the checkpoint, for what the files hold.
         tied: key of the model -> the key of `sources` that it is tied to.
+        recipes: of its sites; what they describe has the dtype to compute in.
     """
 
     model: nn.Module
@@ -47,6 +48,7 @@ class MappedModel:
     checkpoint: Checkpoint
     sources: dict[str, str]
     tied: dict[str, str]
+    recipes: tuple[Recipe, ...]
 
 
 def open_mapped(
@@ -84,9 +86,12 @@ def open_mapped(
         for buffer in model.buffers():
             buffer.data = buffer.double() if buffer.is_floating_point() else buffer
     _assign(model, found)
-    _widen(model, Registry(tuple(recipes)), computes)
+    registry = Registry(tuple(recipes))
+    _widen(model, registry, computes)
+    own = {recipe for module in model.modules() if (recipe := registry.find(module))}
+    wide = tuple(_describing_in(recipe, computes) for recipe in own)
     sources, tied = _split_tied(checkpoint, found)
-    return MappedModel(model.eval(), architecture, checkpoint, sources, tied)
+    return MappedModel(model.eval(), architecture, checkpoint, sources, tied, wide)
 
 
 def _require_mappable(checkpoint: Checkpoint) -> None:
@@ -229,3 +234,17 @@ def _bias_sources(recipe: Recipe, module: nn.Module, own: set[int]) -> list[Tens
     if not found or not all(id(tensor) in own for tensor in tensors):
         return [*module.parameters(), *module.buffers()]
     return tensors
+
+
+def _describing_in(recipe: Recipe, dtype: torch.dtype) -> Recipe:
+    """The same, for tables that modules share: nobody says that a bias is made from them."""
+
+    def describe(site: Site) -> Description:
+        found = recipe.describe(site)
+        bias = found.bias
+        if bias is not None:
+            bias = bias.to(torch.promote_types(bias.dtype, dtype))
+        terms = tuple(term.to(dtype=dtype) for term in found.exact_terms)
+        return replace(found, bias=bias, exact_terms=terms)
+
+    return replace(recipe, describe=describe)

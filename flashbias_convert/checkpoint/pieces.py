@@ -21,7 +21,7 @@ from .read import read_file_tensors
 from .weights import bytes_of
 
 #: bytes that are held at a time
-CHUNK = 2**22
+CHUNK = 2**20
 #: how safetensors calls dtypes
 _NAMES = {
     torch.float64: "F64",

@@ -386,3 +386,35 @@ def test_toy_model_of_many_sites(tmp_path: Path) -> None:
     found, expected = read_checkpoint(output).tensors, read_checkpoint(whole).tensors
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+def shared_beit() -> Any:
+    """A BEiT whose blocks share a table, which lies in none of them."""
+    from timm.models.beit import Beit
+
+    return Beit(
+        img_size=32,
+        patch_size=4,
+        embed_dim=16,
+        depth=2,
+        num_heads=2,
+        num_classes=3,
+        use_abs_pos_emb=False,
+        use_rel_pos_bias=False,
+        use_shared_rel_pos_bias=True,
+    )
+
+
+def test_a_table_that_blocks_share(tmp_path: Path) -> None:
+    model = shared_beit()
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    source = write_shards(tmp_path / "m", model.bfloat16().state_dict(), "safetensors", 2)
+    options: dict[str, Any] = {"arch": shared_beit, "arch_args": None}
+    output = convert(source, tmp_path / "out", **options)
+    whole = convert(source, tmp_path / "whole", max_shard_size="1GB", **options)
+    found, expected = read_checkpoint(output).tensors, read_checkpoint(whole).tensors
+    assert found.keys() == expected.keys() and len(read_checkpoint(output).metadata) > 1
+    for key, tensor in expected.items():
+        assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), key

@@ -20,9 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flashbias_convert import StaleTermsError, inspect_model, unpatch_model
 from flashbias_convert.errors import UsageError
+from flashbias_convert.modules import ScoreBiasModule
 from flashbias_convert.parallel import ColwiseFused, shard_sites, spread
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.swap import patched_modules
+from flashbias_convert.terms import ScoreBias
 from tests.toy import TOY, ToyModel, make_model
 
 from .processes import model_of, outputs
@@ -117,13 +119,17 @@ def _refusals(world: int) -> dict[str, str]:
     model, x = split("toy", world)
     mesh = init_device_mesh("cpu", (world,))
     model_of_three, _ = model_of("toy")
-    patched_modules(model_of_three)[0].heads = 3  # type: ignore[assignment]
+    three: Any = patched_modules(model_of_three)[0]
+    three.score_bias = ScoreBiasModule(ScoreBias((), 3))
+    other, _ = model_of("toy")
+    patched_modules(other)[0].head_counts = ()  # type: ignore[misc]
     calls: dict[str, Any] = {
+        "recipe": lambda: shard_sites(other, mesh),
         "again": lambda: shard_sites(model, mesh),
         "unpatch": lambda: unpatch_model(model),
         "train": lambda: outputs(model.train(), x),
         "nothing": lambda: shard_sites(make_model(), mesh),
-        "stale": lambda: shard_sites(model_of_three, mesh),
+        "three": lambda: shard_sites(model_of_three, mesh),
     }
     found = {}
     for name, call in calls.items():

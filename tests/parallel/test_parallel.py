@@ -80,7 +80,8 @@ def test_what_a_split_model_refuses(served: Found) -> None:
         assert "are split over 2 processes" in refusals["unpatch"]
         assert "original forward cannot run" in refusals["train"]
         assert "no module of this model is patched" in refusals["nothing"]
-        assert "cannot be split over 2 processes" in refusals["stale"]
+        assert "3 heads of a BiasedAttention cannot be split" in refusals["three"]
+        assert "does not say how its heads can be split" in refusals["recipe"]
 
 
 def test_other_weights_are_noticed_inside_wrappers(served: Found) -> None:
