@@ -164,6 +164,24 @@ def test_other_shapes_are_an_error(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
+@torch.no_grad()
+def test_transformers_loads_the_shards_and_the_terms(tmp_path: Path) -> None:
+    from transformers import BloomForCausalLM
+
+    from flashbias_convert.huggingface import FlashBiasConfig
+    from flashbias_convert.swap import patched_modules
+
+    convert_checkpoint(
+        write_bloom(tmp_path / "m", "safetensors", 3, hidden_size=16), tmp_path / "out"
+    )
+    model = BloomForCausalLM.from_pretrained(
+        tmp_path / "out", quantization_config=FlashBiasConfig(), dtype=torch.float32
+    ).eval()
+    assert len(patched_modules(model)) == 2
+    ids = torch.arange(12)[None]
+    assert torch.equal(model(ids).logits, load_model(tmp_path / "out")(ids).logits)
+
+
 # -- interruptions -------------------------------------------------------------------------
 
 
