@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
+from typing import TYPE_CHECKING
 
 import torch
 from packaging.specifiers import SpecifierSet
@@ -26,6 +27,9 @@ from .plan import Plan, SitePlan
 from .recipe import Description, NoBias, Recipe, Registry, Site, UnsupportedSite, qualified_name
 from .swap import original_class, owner_refusal, refusal
 from .terms import ScoreBias
+
+if TYPE_CHECKING:  # torch may have been built without it
+    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +64,7 @@ def inspect_model(
     diagonal: bool = False,
     force_all: bool = False,
     progress: Progress | None = None,
+    group: ProcessGroup | None = None,
 ) -> Plan:
     """Plan the conversion of a model; nothing is changed.
 
@@ -74,6 +79,9 @@ def inspect_model(
         exclude: names of sites to leave alone, in the same form; wins over `include`.
         recipes: recipes to use before the installed ones.
         progress: called with (done, total, name) after each site.
+        group: processes that share the sites out, each with the same model; all of them call this
+            with the same options and get the same plan, which does not depend on their number.
+            ``torch.distributed.group.WORLD`` for all. Default: this process does everything.
 
     Returns:
         A plan with one entry for every site that a recipe matches.
@@ -101,12 +109,15 @@ def inspect_model(
         raise _nothing_found(model, registry)
     names = [name for match in matches for name in match.names]
     chosen = _Choice(_as_list(include), _as_list(exclude), names)
-    plans = []
     with leave_no_trace(model):
-        for match in matches:
-            plans.append(_plan_site(match, options, chosen.reason_against(match.names)))
-            if progress is not None:
-                progress(len(plans), len(matches), match.site.name)
+        if group is None:
+            plans = []
+            for match in matches:
+                plans.append(_plan_site(match, options, chosen.reason_against(match.names)))
+                if progress is not None:
+                    progress(len(plans), len(matches), match.site.name)
+        else:
+            plans = _plan_together(matches, options, chosen, progress, group)
     owners = [shared_owner(match.site, match.recipe) for match in matches]
     return Plan(options, together(owners, plans), versions=library_versions())
 
@@ -277,6 +288,33 @@ def _plan_site(match: _Match, options: DecomposeOptions, against: str | None) ->
     except Exception as error:  # one broken site must not stop the others
         logger.debug("site %s failed", site.name, exc_info=True)
         return replace(plan, status="failed", reason=f"{type(error).__name__}: {error}")
+
+
+def _plan_together(
+    matches: Sequence[_Match],
+    options: DecomposeOptions,
+    chosen: _Choice,
+    progress: Progress | None,
+    group: ProcessGroup,
+) -> list[SitePlan]:
+    """Every process plans some of the sites, and gets the plans of the others."""
+    from .parallel import spread
+
+    def plan(match: _Match) -> SitePlan:
+        made = _plan_site(match, options, chosen.reason_against(match.names))
+        return replace(made, bias=None if made.bias is None else made.bias.to("cpu"))
+
+    def done(count: int) -> None:
+        if progress is not None:
+            at = min(count * group.size(), len(matches))
+            progress(at, len(matches), matches[at - 1].site.name)
+
+    plans = spread([partial(plan, match) for match in matches], group, done=done)
+    devices = [next((p.device for p in m.site.module.parameters()), None) for m in matches]
+    return [
+        replace(made, bias=None if made.bias is None else made.bias.to(device))
+        for made, device in zip(plans, devices, strict=True)
+    ]
 
 
 def _own_forward(module: nn.Module, recipe: Recipe) -> str | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .composed import Composed
-from .errors import StaleTermsError
+from .errors import StaleTermsError, UsageError
 from .modules import ScoreBiasModule
 
 
@@ -45,7 +45,13 @@ class PatchedAttention(Composed):
 
     #: names of children that the original forward calls and `flashbias_forward` does not
     bypassed: ClassVar[tuple[str, ...]] = ()
+    #: names of attributes that count heads, where `parallel.shard_sites` may split them
+    head_counts: ClassVar[tuple[str, ...]] = ()
+    #: names of parameters and buffers with an entry, or a group of equal size, for every head
+    head_values: ClassVar[tuple[str, ...]] = ()
 
+    #: over how many processes the heads are split
+    split_over: int = 1
     score_bias: ScoreBiasModule
     _seal: Seal
 
@@ -74,6 +80,20 @@ class PatchedAttention(Composed):
             self._check_gradients()
         return self.flashbias_forward(*args, **kwargs)
 
+    def original_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module computed before it was patched.
+
+        Raises:
+            UsageError: its heads are split over processes, which the original does not know.
+        """
+        if self.split_over > 1:
+            raise UsageError(
+                f"the heads of this {self.original_class.__name__} are split over "
+                f"{self.split_over} processes, so its original forward cannot run",
+                "serve it in evaluation mode, without attention weights and masks of your own",
+            )
+        return super().original_forward(*args, **kwargs)
+
     def runs_original(self) -> bool:
         """Whether the original forward runs: in training, or while a bypassed child trains."""
         children = [self._modules.get(name) for name in self.bypassed]
@@ -98,10 +118,25 @@ class PatchedAttention(Composed):
     def is_stale(self) -> bool:
         """Whether weights or sizes have changed since the terms were made.
 
-        Costs nothing and sees assignments, in-place changes and new sizes. Changes behind torch's
-        back (fused optimizers, ``.data``) are seen by `compare_values`.
+        Costs nothing where nothing was touched. Otherwise the values decide: a wrapper such as DDP
+        writes the same ones again. Changes behind torch's back (fused optimizers, ``.data``) are
+        seen by `compare_values`, and so are those of weights that a wrapper keeps elsewhere.
         """
-        return self._seal.broken or self._seal.state != state_of(self.bias_sources())
+        if self._seal.broken:
+            return True
+        sources = self.bias_sources()
+        state = state_of(sources)
+        if state == self._seal.state:
+            return False
+        if not _same_sizes(sources, self._seal.state):
+            return True
+        if kept_elsewhere(self, sources):
+            return False
+        values = values_of(sources)
+        if values != self._seal.values:
+            return True
+        self._seal = Seal(state, values)
+        return False
 
     def compare_values(self) -> None:
         """Look at the numbers themselves: after training and after loading."""
@@ -182,7 +217,35 @@ def state_of(sources: tuple[Tensor | Hashable, ...]) -> tuple[Hashable, ...]:
     return tuple(_identity(s) if isinstance(s, Tensor) else s for s in sources)
 
 
+def _same_sizes(sources: tuple[Tensor | Hashable, ...], state: tuple[Hashable, ...]) -> bool:
+    """Whether what is no tensor is still as in `state`."""
+    if len(sources) != len(state):
+        return False
+    pairs = zip(sources, state, strict=True)
+    return all(isinstance(source, Tensor) or source == then for source, then in pairs)
+
+
+def kept_elsewhere(module: nn.Module, sources: tuple[Tensor | Hashable, ...]) -> bool:
+    """Whether a wrapper puts the sources in their place for a moment, or keeps parts of them.
+
+    That is FSDP, which marks the modules that it manages, a DTensor, and the hooks of accelerate
+    while a weight is offloaded.
+    """
+    tensors = [source for source in sources if isinstance(source, Tensor)]
+    if getattr(module, "_is_fsdp_managed_module", False) or any(map(_is_distributed, tensors)):
+        return True
+    hooked = any(hasattr(child, "_hf_hook") for child in module.modules())
+    return hooked and any(tensor.is_meta for tensor in tensors)
+
+
+def _is_distributed(tensor: Tensor) -> bool:
+    # by name: torch.distributed may not be there
+    return type(tensor).__module__.startswith("torch.distributed.")
+
+
 def _identity(tensor: Tensor) -> Hashable:
+    if _is_distributed(tensor):
+        return (id(tensor), _identity(tensor.to_local()))  # type: ignore[attr-defined]
     # the address tells of `parameter.data = ...`, which the version does not count
     return (id(tensor), tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version)
 
@@ -192,6 +255,8 @@ def values_of(sources: tuple[Tensor | Hashable, ...]) -> tuple[str, ...]:
     sums = []
     for tensor in sources:
         if isinstance(tensor, Tensor) and not tensor.is_meta:
+            if _is_distributed(tensor):  # all processes come here: they load or train together
+                tensor = tensor.full_tensor()  # type: ignore[attr-defined]
             wide = tensor.detach().double().flatten()
             weights = torch.linspace(0.5, 1.5, len(wide), dtype=wide.dtype, device=wide.device)
             sums.append(repr([float((wide * weights).sum()), float(wide.square().sum())]))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .composed import Composed
 from .errors import StaleTermsError
-from .patched_attention import PatchedAttention, Seal, state_of, values_of
+from .patched_attention import PatchedAttention, Seal, kept_elsewhere, state_of, values_of
 
 
 class PatchedOwner(Composed):
@@ -66,7 +66,7 @@ class PatchedOwner(Composed):
         sources = self.fixed_sources()
         if self._seal is None:
             self.seal()
-        elif self._seal.state != state_of(sources):
+        elif self._seal.state != state_of(sources) and not kept_elsewhere(self, sources):
             if self._seal.values != values_of(sources):
                 return True
             self.seal()  # the same numbers elsewhere: a copy

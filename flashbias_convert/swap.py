@@ -92,7 +92,16 @@ def patch_module(
 
 
 def unpatch_module(module: PatchedAttention) -> None:
-    """Put the original class back and remove the terms."""
+    """Put the original class back and remove the terms.
+
+    Raises:
+        UsageError: its heads are split over processes.
+    """
+    if module.split_over > 1:
+        raise UsageError(
+            f"the heads of this module are split over {module.split_over} processes",
+            "unpatch a model before shard_sites, or load it again",
+        )
     del module._modules[SUBMODULE]
     module.__dict__.pop("_seal", None)
     hooks = module._load_state_dict_post_hooks

@@ -26,6 +26,8 @@ class SwinV2WindowAttention(WindowAttention):
     """timm's `WindowAttention`; the projections are the original's, line by line."""
 
     bypassed = ("cpb_mlp", "attn_drop", "softmax")
+    head_counts = ("num_heads",)
+    head_values = ("logit_scale", "q_bias", "k_bias", "v_bias")
 
     window_size: tuple[int, int]
     pretrained_window_size: tuple[int, int]
@@ -50,7 +52,7 @@ class SwinV2WindowAttention(WindowAttention):
         return None if scale.is_meta else float(scale.max())
 
     def flashbias_forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        windows, n, channels = x.shape  # (B * nW, N, C)
+        windows, n, _ = x.shape  # (B * nW, N, C)
         if self.q_bias is None:
             qkv = self.qkv(x)
         else:
@@ -64,7 +66,7 @@ class SwinV2WindowAttention(WindowAttention):
         q, k, v = qkv.unbind(0)  # views, (B * nW, H, N, D)
         scale = cosine_scale(self.logit_scale)
         x = attend_windows(self.score_bias, q, k, v, mask, scale=scale, cosine=True)
-        x = x.transpose(1, 2).reshape(windows, n, channels)
+        x = x.transpose(1, 2).flatten(2)  # not `channels`: heads may be split over processes
         return self.proj_drop(self.proj(x))
 
 

@@ -19,6 +19,7 @@ class FalconAttention(PatchedAttention):
     """`FalconAttention`; the projections are the original's."""
 
     bypassed = ("attention_dropout",)
+    head_counts = ("num_heads",)
 
     num_heads: int
     inv_norm_factor: float

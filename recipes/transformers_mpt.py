@@ -18,6 +18,8 @@ from flashbias_convert.terms import Alibi
 class MptAttention(PatchedAttention):
     """`MptAttention`; the projections are the original's."""
 
+    head_counts = ("n_heads",)
+
     n_heads: int
     softmax_scale: float
     clip_qkv: float | None

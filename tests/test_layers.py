@@ -23,6 +23,7 @@ LAYERS = [
     {"causal_owner", "windows"},
     {"recipe", "plan", "swap"},
     {"tables"},
+    {"parallel"},
     {"inspection", "patching", "checkpoint"},
     {"inputs", "views", "huggingface"},
     {"verification", "probing", "plotting", "report"},

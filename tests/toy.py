@@ -42,6 +42,7 @@ def _smooth(heads: int, tokens: int) -> Tensor:
 
 class FlashBiasedAttention(PatchedAttention):
     bypassed = ("attn_drop",)
+    head_counts = ("heads",)
 
     heads: int
     tokens: int

@@ -53,16 +53,16 @@ def fits(tensors: Mapping[str, Tensor], model: nn.Module) -> bool:
 
 
 def _find(tensors: Mapping[str, Tensor], model: nn.Module) -> tuple[dict[str, Tensor], View]:
-    target = model.state_dict()
+    target = model.state_dict(keep_vars=True)  # so that tied ones are one, on meta, too
     distinct = len({_identity(tensor) for tensor in target.values()})
     tried: list[dict[str, Tensor]] = []
     for view in views(tensors, at_least=distinct):
         owned = with_owner(view.tensors, target)
         candidates = [view.tensors, *_remapped(view.tensors, model)]
         for candidate in candidates + ([owned.tensors] if owned else []):
-            found = _fill_tied(candidate, target)
+            found = fill_tied(candidate, target)
             if found.keys() == target.keys():
-                _check(found, target)
+                check_kinds(found, target)
                 return {key: found[key] for key in target}, view
             tried.append(found)
     raise _misfit(max(tried, key=lambda c: len(c.keys() & target.keys())), target)
@@ -84,7 +84,13 @@ def _remapped(tensors: Mapping[str, Tensor], model: nn.Module) -> list[dict[str,
     return [dict(found)] if kept else []
 
 
-def _fill_tied(found: dict[str, Tensor], target: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def fill_tied(found: dict[str, Tensor], target: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`found`, and for each name that it lacks the tensor of a name that is tied to it.
+
+    Args:
+        found: by names of a model.
+        target: ``model.state_dict(keep_vars=True)``.
+    """
     present = {_identity(target[k]): t for k, t in found.items() if k in target}
     tied = {
         k: present[_identity(t)]
@@ -101,7 +107,8 @@ def _identity(tensor: Tensor) -> object:
     return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
 
 
-def _check(found: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+def check_kinds(found: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError unless the tensors have the shapes and kinds of dtype of `target`."""
     for key, wanted in target.items():
         tensor = found[key]
         if tensor.shape != wanted.shape:

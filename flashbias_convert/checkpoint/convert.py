@@ -17,10 +17,12 @@ from ..plan import Plan
 from ..recipe import Recipe
 from .architecture import Architecture, ArchLike
 from .card import card_path, model_card
-from .open import OpenedModel, open_model
+from .mapped import MappedModel, NotMappable, open_mapped
+from .open import OpenedModel, open_checkpoint, read_original
 from .origin import SOURCE_KEY, Origin
 from .outputs import WEIGHTS_NAME, check_output, is_folder, output_path, plan_path
 from .publication import require_absent, require_no_folder
+from .streaming import Copying, write_streamed
 from .write import Check, write_file, write_folder
 
 Progress = Callable[[int, int, str], None]
@@ -37,7 +39,8 @@ class Conversion:
         output: the file or folder that was written; None for a dry run.
         plan_file: the sidecar; None for a dry run.
         notes: what the user should know about how the input was read.
-        model: the patched model (the original one after a dry run).
+        model: the patched model (the original one after a dry run). Of shards that were converted
+            one by one it has the weights memory-mapped, in the dtypes of the files.
     """
 
     source: Path
@@ -69,8 +72,15 @@ def convert_checkpoint(
     on_plan: Callable[[Plan, nn.Module], None] | None = None,
     check: Check | None = None,
     planner: Callable[[nn.Module], Plan] | None = None,
+    copying: Copying | None = None,
 ) -> Conversion:
     """Convert a checkpoint and write the result beside it.
+
+    A folder of shards is converted shard by shard, and no more than one is held: the output has
+    the same shards, and one for the terms. If that is interrupted or killed, the same call goes
+    on where it stopped; the result is the same, byte for byte. Everything is in memory at once
+    where `max_shard_size`, `planner`, another device than the CPU or a single file as output is
+    asked for, or where weights cannot be memory-mapped or are renamed as they are loaded.
 
     Args:
         path: a file, an index of shards, or a folder.
@@ -97,6 +107,7 @@ def convert_checkpoint(
             gets its own; if it raises, nothing is kept. See `verify_files`.
         planner: makes the plan of the opened model in the place of `inspect_model`, such as a
             calibration; `options`, `include` and `exclude` are then its own business.
+        copying: called with (bytes done, bytes in all, name of the shard) while shards are copied.
 
     Raises:
         UsageError: an option that makes no sense, or an output that exists.
@@ -114,11 +125,12 @@ def convert_checkpoint(
         if card and target.suffix == ".safetensors":
             require_absent(card_path(target), force)
             require_no_folder(card_path(target))
-    opened = open_model(source, arch=arch, arch_args=arch_args, device=device, dtype=dtype)
+    apart = max_bytes is None and planner is None and target.suffix != ".safetensors"
+    opened = _open(source, apart, tuple(recipes), arch, arch_args, device, dtype)
     choices = {
         "include": tuple(include),
         "exclude": tuple(exclude),
-        "recipes": tuple(recipes),
+        "recipes": opened.recipes if isinstance(opened, MappedModel) else tuple(recipes),
         "progress": progress,
         **keywords(options or DecomposeOptions()),
     }
@@ -132,7 +144,12 @@ def convert_checkpoint(
     require_patched(plan)
     if not dry_run:
         text = model_card(plan, source.resolve().name, target.name) if card else None
-        _write(opened, target, plan, force, max_bytes, text, check)
+        if isinstance(opened, MappedModel):
+            write_streamed(
+                opened, target, plan, force=force, card=text, check=check, copying=copying
+            )
+        else:
+            _write(opened, target, plan, force, max_bytes, text, check)
     return Conversion(
         source=source,
         architecture=opened.architecture,
@@ -173,9 +190,39 @@ def keywords(options: DecomposeOptions) -> dict[str, Any]:
     return values
 
 
+def _open(
+    source: Path,
+    apart: bool,
+    recipes: tuple[Recipe, ...],
+    arch: ArchLike | None,
+    arch_args: Mapping[str, Any] | None,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> OpenedModel | MappedModel:
+    """The model of a checkpoint; memory-mapped if it lies in shards and `apart` allows it."""
+    checkpoint, without_terms = read_original(source)
+    on_cpu = device is None or torch.device(device).type == "cpu"
+    if apart and on_cpu and checkpoint.weight_map is not None and not without_terms:
+        try:
+            return open_mapped(
+                checkpoint, arch=arch, arch_args=arch_args, dtype=dtype, recipes=recipes
+            )
+        except NotMappable as reason:
+            note = f"all shards are held in memory at once: {reason}"
+            checkpoint = dataclasses.replace(checkpoint, notes=(*checkpoint.notes, note))
+    return open_checkpoint(
+        checkpoint,
+        arch=arch,
+        arch_args=arch_args,
+        device=device,
+        dtype=dtype,
+        without_terms=without_terms,
+    )
+
+
 def _planned_by(
     planner: Callable[[nn.Module], Plan],
-    opened: OpenedModel,
+    opened: OpenedModel | MappedModel,
     recipes: tuple[Recipe, ...],
     dry_run: bool,
 ) -> Plan:
@@ -187,7 +234,7 @@ def _planned_by(
     return plan
 
 
-def _plan(opened: OpenedModel, choices: Mapping[str, Any], dry_run: bool) -> Plan:
+def _plan(opened: OpenedModel | MappedModel, choices: Mapping[str, Any], dry_run: bool) -> Plan:
     from ..inspection import inspect_model
     from ..patching import patch_model
 

@@ -60,6 +60,26 @@ def open_model(
         CheckpointError: the file is missing, damaged, unsafe, converted already, or does not fit.
         UnknownArchitectureError: the architecture is unknown or ambiguous.
     """
+    checkpoint, without_terms = read_original(path)
+    return open_checkpoint(
+        checkpoint,
+        arch=arch,
+        arch_args=arch_args,
+        device=device,
+        dtype=dtype,
+        without_terms=without_terms,
+    )
+
+
+def read_original(path: str | Path) -> tuple[Checkpoint, bool]:
+    """Read a checkpoint that was not converted yet.
+
+    Returns:
+        The checkpoint, and whether stale terms were taken out of it, which its files still hold.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, unsafe or converted already.
+    """
     checkpoint = read_checkpoint(path)
     weights, terms = split_terms(checkpoint.tensors)
     if plan_of(checkpoint.metadata) is not None or (terms and not stale_sites(terms)):
@@ -69,14 +89,7 @@ def open_model(
     if terms:
         note = f"the terms of {len(stale_sites(terms))} sites are stale and are made anew"
         checkpoint = replace(checkpoint, tensors=weights, notes=(*checkpoint.notes, note))
-    return open_checkpoint(
-        checkpoint,
-        arch=arch,
-        arch_args=arch_args,
-        device=device,
-        dtype=dtype,
-        without_terms=bool(terms),
-    )
+    return checkpoint, bool(terms)
 
 
 def open_checkpoint(
@@ -97,7 +110,7 @@ def open_checkpoint(
     """
     architecture = identify(checkpoint, arch, arch_args)
     computes = dtype or compute_dtype(checkpoint.tensors)
-    folder = _pretrained_folder(checkpoint, architecture)
+    folder = pretrained_folder(checkpoint, architecture)
     if folder is not None:
         check_size(architecture, checkpoint)
         own = checkpoint.tensors if without_terms else None
@@ -116,7 +129,7 @@ def compute_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
-def _pretrained_folder(checkpoint: Checkpoint, arch: Architecture) -> Path | None:
+def pretrained_folder(checkpoint: Checkpoint, arch: Architecture) -> Path | None:
     """The folder that transformers can load by itself, or None."""
     whole = checkpoint.path.is_dir() or checkpoint.files[0].name == "model.safetensors"
     has_config = checkpoint.config is not None and "model_type" in checkpoint.config

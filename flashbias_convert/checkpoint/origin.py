@@ -135,9 +135,14 @@ class _Finder:
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """A hash over names, dtypes, shapes and bytes."""
+    return digest_of({name: _content(tensor) for name, tensor in tensors.items()})
+
+
+def digest_of(contents: Mapping[str, str]) -> str:
+    """The same from the text ``DTYPE SHAPE HASH`` of every tensor, see `Piece.describe`."""
     total = hashlib.blake2b(digest_size=16)
-    for name in sorted(tensors):
-        total.update(f"{name} {_content(tensors[name])}\n".encode())
+    for name in sorted(contents):
+        total.update(f"{name} {contents[name]}\n".encode())
     return total.hexdigest()
 
 

@@ -57,6 +57,18 @@ def read_pickle(path: Path, archive: io.BytesIO | None = None) -> tuple[Any, lis
     return content, [f"objects of {_some(unsafe)} were read as plain data"]
 
 
+def is_mappable(path: Path) -> bool:
+    """Whether `read_pickle` maps the tensors of a file into memory and so reads none of them.
+
+    Raises:
+        CheckpointError: damaged.
+    """
+    with path.open("rb") as file:
+        if file.read(2) != b"PK":
+            return False
+    return not read_archive(path).compressed
+
+
 def damaged(path: Path, error: Exception) -> CheckpointError:
     """One line on a file that cannot be read."""
     lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -33,6 +33,7 @@ class Checkpoint:
         config: the content of ``config.json`` in the folder, if there is one.
         notes: what the user should know about how the file was read.
         names: key -> name of the tensor in its file, which may have a prefix.
+        weight_map: name of a tensor -> its file, where an index says it; None for one file.
     """
 
     path: Path
@@ -44,6 +45,7 @@ class Checkpoint:
     config: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
     names: dict[str, str] = field(default_factory=dict)
+    weight_map: dict[str, Path] | None = None
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
@@ -76,6 +78,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         config=read_json(config) if config.is_file() else None,
         notes=tuple(notes),
         names=dict(zip(tensors, in_file, strict=True)),  # stripping keeps the order
+        weight_map=found.weight_map,
     )
 
 

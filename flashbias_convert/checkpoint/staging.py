@@ -36,6 +36,11 @@ class Staging:
         self._files.append((temporary, final))
         return temporary
 
+    def adopt(self, temporary: Path, final: Path) -> None:
+        """Take what was written elsewhere in the same file system; it will be called `final`."""
+        require_absent(final, self._force)
+        self._files.append((temporary, final))
+
     def commit(self) -> None:
         """Make the files durable and give them their names.
 

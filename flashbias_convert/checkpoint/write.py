@@ -59,7 +59,7 @@ def write_file(
         weights, sidecar = staging.add(path), staging.add(plan_path(path))
         _write_pair(weights, sidecar, tensors, plan, metadata or {}, path)
         if card is not None:
-            _write_card(staging.add(card_path(path)), card, path)
+            write_card(staging.add(card_path(path)), card, path)
         if check is not None:
             check(weights)
         try:
@@ -109,7 +109,7 @@ def write_folder(
         else:
             _write_shards(weights, tensors, plan, metadata or {}, folder, max_bytes)
         if card is not None:
-            _write_card(card_in(temporary), card, folder)
+            write_card(card_in(temporary), card, folder)
         if check is not None:
             check(temporary)
         try:
@@ -127,7 +127,7 @@ def _write_pair(
     final: Path,
 ) -> None:
     stored, tied = prepare(tensors)
-    header = _header(plan, tied, metadata)
+    header = file_header(plan, tied, metadata)
     try:
         save_file(stored, weights, metadata=header)
         sidecar.write_text(json.dumps(plan.to_json(), indent=2) + "\n", encoding="utf-8")
@@ -146,7 +146,7 @@ def _write_shards(
     max_bytes: int,
 ) -> None:
     stored, tied = prepare(tensors)
-    header = _header(plan, tied, metadata)  # each shard has it, so that strangers are noticed
+    header = file_header(plan, tied, metadata)
     found = split(stored, max_bytes)
     sidecar = plan_path(weights)
     try:
@@ -161,14 +161,16 @@ def _write_shards(
         raise failed(final, error) from error
 
 
-def _write_card(path: Path, text: str, final: Path) -> None:
+def write_card(path: Path, text: str, final: Path) -> None:
+    """Write a model card for `final`."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise failed(final, error) from error
 
 
-def _header(plan: Plan, tied: Mapping[str, str], metadata: Mapping[str, str]) -> dict[str, str]:
+def file_header(plan: Plan, tied: Mapping[str, str], metadata: Mapping[str, str]) -> dict[str, str]:
+    """What every file of a conversion has in its header, so that strangers are noticed."""
     header = {**metadata, "format": "pt", VERSION_KEY: __version__}
     header[PLAN_KEY] = json.dumps(plan.to_json())
     if tied:

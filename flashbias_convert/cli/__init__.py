@@ -13,6 +13,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         code = run(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:  # during the imports, or while an error was told
-        print("error: interrupted, nothing was kept", file=sys.stderr)
+        print("error: interrupted, no output was written", file=sys.stderr)
         code = 130
     sys.exit(code)

@@ -93,7 +93,7 @@ def run(argv: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.FAILED
     except (KeyboardInterrupt, typer.Abort):
-        print_error("interrupted, nothing was kept")
+        print_error("interrupted, no output was written")
         return _INTERRUPTED
     except Exception as error:
         return _report(error, arguments)

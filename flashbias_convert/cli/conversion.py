@@ -141,6 +141,7 @@ def _convert(
             on_plan=on_plan,
             check=_check(request, arch_args, recipes, on_verification),
             planner=planner(recipes, progress) if planner is not None else None,
+            copying=None if progress is None else progress.copying,
         )
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 #: columns where stdout is no terminal and COLUMNS says nothing: a file is not narrow
 _FILE_WIDTH = 160
@@ -52,7 +52,7 @@ class Output:
             self._stderr.print(text)
 
     @contextmanager
-    def progress(self, before: str, what: str) -> Iterator[Callable[[int, int, str], None] | None]:
+    def progress(self, before: str, what: str) -> Iterator[Bar | None]:
         """A bar that a callback (done, total, name) moves; None where nobody would see it.
 
         Args:
@@ -64,12 +64,34 @@ class Output:
             return
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         with Progress(*columns, console=self._stderr, transient=True) as bar:
-            task = bar.add_task(before, total=None)
+            yield Bar(bar, bar.add_task(before, total=None), what)
 
-            def advance(done: int, total: int, name: str) -> None:
-                bar.update(task, completed=done, total=total, description=f"{what} {name}")
 
-            yield advance
+class Bar:
+    """Moves a bar: called with (done, total, name).
+
+    Args:
+        bar: what is shown.
+        task: its only task.
+        what: what happens, in front of the names.
+    """
+
+    def __init__(self, bar: Progress, task: TaskID, what: str) -> None:
+        self._bar, self._task, self._what = bar, task, what
+
+    def __call__(self, done: int, total: int, name: str) -> None:
+        self._bar.update(
+            self._task, completed=done, total=total, description=f"{self._what} {name}"
+        )
+
+    def copying(self, done: int, total: int, name: str) -> None:
+        """The same for bytes that are copied; the bar counts megabytes."""
+        self._bar.update(
+            self._task,
+            completed=done // 10**6,
+            total=total // 10**6,
+            description=f"copying {name} (MB)",
+        )
 
 
 def print_json(data: Any) -> None:

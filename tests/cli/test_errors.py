@@ -288,7 +288,7 @@ def test_an_interrupt_is_told(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None
         raise KeyboardInterrupt
 
     monkeypatch.setattr("flashbias_convert.checkpoint.convert_checkpoint", interrupted)
-    assert_error(cli("x.pt"), 130, "interrupted, nothing was kept")
+    assert_error(cli("x.pt"), 130, "interrupted, no output was written")
 
 
 def test_an_interrupt_during_the_imports_is_told(
@@ -303,7 +303,7 @@ def test_an_interrupt_during_the_imports_is_told(
     with pytest.raises(SystemExit) as caught:
         main(["x.pt"])
     assert caught.value.code == 130
-    assert capsys.readouterr() == ("", "error: interrupted, nothing was kept\n")
+    assert capsys.readouterr() == ("", "error: interrupted, no output was written\n")
 
 
 def test_a_bug_is_told_without_a_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

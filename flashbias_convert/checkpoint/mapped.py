@@ -1,0 +1,250 @@
+"""A model whose weights stay in their files: memory-mapped, and read where they are looked at."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+
+from ..errors import UsageError
+from ..recipe import Description, Recipe, Registry, Site
+from .align import align, check_kinds, fill_tied
+from .architecture import Architecture, ArchLike
+from .identify import identify
+from .limits import build_from_file, check_size
+from .open import compute_dtype
+from .pickles import is_mappable
+from .pieces import can_be_copied
+from .read import Checkpoint
+
+
+class NotMappable(Exception):
+    """This checkpoint can only be converted in memory; says why."""
+
+
+@dataclass(frozen=True, eq=False)
+class MappedModel:
+    """A model with the weights of shards, of which none was read.
+
+    Attributes:
+        model: in evaluation mode. Its weights are memory-mapped and have the dtypes of the files,
+            but for those that biases are made from.
+        architecture: what it was built from.
+        checkpoint: what was read.
+        sources: key of the model -> key in the checkpoint, for what the files hold.
+        tied: key of the model -> the key of `sources` that it is tied to.
+        recipes: of its sites; what they describe has the dtype to compute in.
+    """
+
+    model: nn.Module
+    architecture: Architecture
+    checkpoint: Checkpoint
+    sources: dict[str, str]
+    tied: dict[str, str]
+    recipes: tuple[Recipe, ...]
+
+
+def open_mapped(
+    checkpoint: Checkpoint,
+    *,
+    arch: ArchLike | None = None,
+    arch_args: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    recipes: Iterable[Recipe] = (),
+) -> MappedModel:
+    """Build the model of shards without reading their weights.
+
+    Args:
+        checkpoint: what was read; its tensors are the weights of an original model.
+        arch, arch_args: see `open_model`.
+        dtype: of what biases are made from; default as `open_model`.
+        recipes: recipes beside the installed ones; they say what biases are made from.
+
+    Raises:
+        NotMappable: the weights cannot be mapped, or have other names than in the model.
+        CheckpointError: shapes that do not fit.
+        UnknownArchitectureError: the architecture is unknown or ambiguous.
+    """
+    _require_mappable(checkpoint)
+    architecture = identify(checkpoint, arch, arch_args)
+    check_size(architecture, checkpoint)
+    try:
+        with _without_memory():
+            model = build_from_file(architecture, checkpoint)
+    except UsageError as error:  # it computes with its parameters while it is built
+        raise NotMappable("its model cannot be built without memory for its weights") from error
+    found = _by_model_names(checkpoint, model, architecture)
+    computes = dtype or compute_dtype(checkpoint.tensors)
+    if computes == torch.float64:
+        for buffer in model.buffers():
+            buffer.data = buffer.double() if buffer.is_floating_point() else buffer
+    _assign(model, found)
+    registry = Registry(tuple(recipes))
+    _widen(model, registry, computes)
+    own = {recipe for module in model.modules() if (recipe := registry.find(module))}
+    wide = tuple(_describing_in(recipe, computes) for recipe in own)
+    sources, tied = _split_tied(checkpoint, found)
+    return MappedModel(model.eval(), architecture, checkpoint, sources, tied, wide)
+
+
+def _require_mappable(checkpoint: Checkpoint) -> None:
+    for file in checkpoint.files:
+        with file.open("rb") as opened:
+            is_safetensors = opened.read(9)[8:9] == b"{"
+        if not is_safetensors and not is_mappable(file):
+            raise NotMappable(f"{file.name} has a format of torch that cannot be memory-mapped")
+    if not all(map(can_be_copied, checkpoint.tensors.values())):
+        raise NotMappable("it holds tensors that are not plain")
+
+
+@contextmanager
+def _without_memory() -> Iterator[None]:
+    """Inside, parameters of modules have a shape and a device, but share one value.
+
+    On the meta device they would take buffers there with them, which no file holds.
+    """
+    thread = threading.get_ident()
+
+    def shared(_: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if threading.get_ident() != thread or parameter is None or _is_shared(parameter):
+            return None
+        one = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        return nn.Parameter(one.expand(parameter.shape), parameter.requires_grad)
+
+    register: Any = register_module_parameter_registration_hook  # may return a parameter
+    hook = register(shared)
+    try:
+        with _NoInit():
+            yield
+    finally:
+        hook.remove()
+
+
+class _NoInit(TorchFunctionMode):
+    """Skips what would write into parameters without memory."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        target = args[0] if args else (kwargs or {}).get("tensor")
+        if writes and isinstance(target, Tensor) and _is_shared(target):
+            return target
+        return func(*args, **(kwargs or {}))
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    """Whether the entries of a tensor lie in one place."""
+    if tensor.layout != torch.strided or tensor.numel() < 2:
+        return False
+    return tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size()
+
+
+# -- names ---------------------------------------------------------------------------------
+
+
+def _by_model_names(
+    checkpoint: Checkpoint, model: nn.Module, arch: Architecture
+) -> dict[str, Tensor]:
+    """The tensors of the files under the keys of the model's state, tied ones twice."""
+    if arch.library != "transformers":
+        return align(checkpoint.tensors, model)
+    target = model.state_dict(keep_vars=True)
+    for names in _transformers_names(checkpoint.tensors, model):
+        known = {n: checkpoint.tensors[key] for n, key in names.items() if n in target}
+        found = fill_tied(known, target)
+        if found.keys() == target.keys():
+            check_kinds(found, target)
+            return {key: found[key] for key in target}
+    raise NotMappable("transformers renames its weights while it loads them")
+
+
+def _transformers_names(tensors: Mapping[str, Tensor], model: Any) -> Iterator[dict[str, str]]:
+    """As they are, and with or without the name that models with a head have for the rest."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    yield {key: key for key in tensors}
+    if prefix != ".":
+        yield {key if key.startswith(prefix) else prefix + key: key for key in tensors}
+        yield {key.removeprefix(prefix): key for key in tensors}
+
+
+def _split_tied(
+    checkpoint: Checkpoint, found: Mapping[str, Tensor]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Keys of the model -> keys of the files; and -> other keys of the model, where tied."""
+    key_of = {id(tensor): key for key, tensor in checkpoint.tensors.items()}
+    sources: dict[str, str] = {}
+    tied: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, tensor in found.items():
+        if id(tensor) not in key_of:
+            raise NotMappable(f"{name} is not a tensor of its files")
+        holder = first.setdefault(id(tensor), name)
+        if holder == name:
+            sources[name] = key_of[id(tensor)]
+        else:
+            tied[name] = holder
+    return sources, tied
+
+
+# -- weights -------------------------------------------------------------------------------
+
+
+def _assign(model: nn.Module, found: Mapping[str, Tensor]) -> None:
+    """Put the tensors of the files into the model, as they are."""
+    made: dict[int, nn.Parameter] = {}
+    for name, tensor in found.items():
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        old = module._parameters.get(leaf)
+        if old is None:
+            module._buffers[leaf] = tensor
+        elif id(old) not in made:
+            made[id(old)] = nn.Parameter(tensor, requires_grad=old.requires_grad)
+    for module in model.modules():
+        for leaf, old in module._parameters.items():
+            if old is not None:
+                module._parameters[leaf] = made[id(old)]
+
+
+def _widen(model: nn.Module, registry: Registry, dtype: torch.dtype) -> None:
+    """Give the tensors that biases are made from the dtype to compute in; this reads them."""
+    own = {id(t) for t in [*model.parameters(), *model.buffers()]}
+    for module in model.modules():
+        recipe = registry.find(module)
+        for tensor in [] if recipe is None else _bias_sources(recipe, module, own):
+            if tensor.is_floating_point() and tensor.dtype != dtype:
+                tensor.data = tensor.detach().to(dtype)
+
+
+def _bias_sources(recipe: Recipe, module: nn.Module, own: set[int]) -> list[Tensor]:
+    try:
+        found = recipe.attention.bias_sources(module)  # type: ignore[arg-type]
+    except (AttributeError, TypeError):  # it needs the terms, which are not there yet
+        found = ()
+    tensors = [source for source in found if isinstance(source, Tensor)]
+    if not found or not all(id(tensor) in own for tensor in tensors):
+        return [*module.parameters(), *module.buffers()]
+    return tensors
+
+
+def _describing_in(recipe: Recipe, dtype: torch.dtype) -> Recipe:
+    """The same, for tables that modules share: nobody says that a bias is made from them."""
+
+    def describe(site: Site) -> Description:
+        found = recipe.describe(site)
+        bias = found.bias
+        if bias is not None:
+            bias = bias.to(torch.promote_types(bias.dtype, dtype))
+        terms = tuple(term.to(dtype=dtype) for term in found.exact_terms)
+        return replace(found, bias=bias, exact_terms=terms)
+
+    return replace(recipe, describe=describe)

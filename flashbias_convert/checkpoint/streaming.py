@@ -1,0 +1,257 @@
+"""Convert shards one after the other: what is not touched is copied, and nothing is held.
+
+The output has the shards of the input and one more for the terms. It is made in a hidden folder
+that outlives an interruption; the same conversion goes on from there. Every shard, new or left by
+an earlier run, is read back and compared with the input before it counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..plan import Plan
+from .card import card_in
+from .mapped import MappedModel
+from .origin import SOURCE_KEY, Origin, digest_of
+from .outputs import WEIGHTS_NAME, check_output, is_folder, plan_path
+from .partial import Partial
+from .pieces import (
+    Piece,
+    Source,
+    copy_pieces,
+    digests_of,
+    header,
+    holds,
+    in_file_order,
+    write_header,
+    write_tensors,
+)
+from .publication import remove
+from .shards import Split
+from .staging import Staging
+from .write import Check, compare, copy_small_files, failed, file_header, prepare, write_card
+
+logger = logging.getLogger(__name__)
+
+#: called with bytes done, bytes in all, and the name of a shard
+Copying = Callable[[int, int, str], None]
+
+TERMS_NAME = "model-terms.safetensors"
+#: as long as a digest, which is known when the last shard is copied
+_NO_DIGEST = "0" * 32
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One file of the input, and what becomes of it."""
+
+    source: Path
+    name: str
+    pieces: list[Piece]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+def write_streamed(
+    opened: MappedModel,
+    target: Path,
+    plan: Plan,
+    *,
+    force: bool = False,
+    card: str | None = None,
+    check: Check | None = None,
+    copying: Copying | None = None,
+) -> None:
+    """Write the conversion of shards as a folder, complete or not at all.
+
+    Args:
+        opened: the patched model and where its weights lie.
+        target: the folder to make.
+        plan: goes into the headers and the sidecar.
+        force: replace an earlier conversion.
+        card: text of a model card.
+        check: called with the complete folder, before it has its name; if it raises, nothing is
+            kept.
+        copying: told of the progress.
+
+    Raises:
+        UsageError: the folder exists.
+        CheckpointError: the disk is full, another process writes there, the input changes
+            meanwhile, or what was written does not read back equal.
+    """
+    source = opened.checkpoint.folder if is_folder(opened.checkpoint.path) else None
+    check_output(target, opened.checkpoint.folder, force)
+    work = _Work.of(opened, target, plan)
+    try:
+        with Partial(target, work.job()) as partial:
+            work.copy(partial, copying)
+            work.finish(partial.out, source)
+            if card is not None:
+                write_card(card_in(partial.out), card, target)
+            if check is not None:
+                check(partial.out)
+            staging = Staging(force)
+            staging.adopt(partial.out, target)
+            staging.commit()
+    except (OSError, SafetensorError) as error:
+        raise failed(target, error) from error
+
+
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """What is written: shards, terms and their headers."""
+
+    opened: MappedModel
+    target: Path
+    plan: Plan
+    shards: list[_Shard]
+    terms: dict[str, Tensor]
+    tied: dict[str, str]
+    origin: Origin
+
+    @classmethod
+    def of(cls, opened: MappedModel, target: Path, plan: Plan) -> _Work:
+        state = opened.model.state_dict()
+        known = {**opened.sources, **opened.tied}
+        terms, tied_terms = prepare({k: t for k, t in state.items() if k not in known})
+        tied = {**opened.tied, **tied_terms}
+        return cls(opened, target, plan, _shards(opened), terms, tied, _origin(opened))
+
+    def metadata(self, digest: str) -> dict[str, str]:
+        """Of every header."""
+        own = {SOURCE_KEY: replace(self.origin, digest=digest).to_json()}
+        return file_header(self.plan, self.tied, {**self.opened.checkpoint.metadata, **own})
+
+    def job(self) -> str:
+        """Stands for everything that decides on the bytes of the shards."""
+        stats = [shard.source.stat() for shard in self.shards]
+        facts: list[Any] = [self.metadata(_NO_DIGEST)]
+        for shard, stat in zip(self.shards, stats, strict=True):
+            facts.append([str(shard.source.resolve()), stat.st_size, stat.st_mtime_ns, shard.name])
+            facts.append([(p.name, p.source, str(p.dtype), p.shape) for p in shard.pieces])
+        return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+
+    def start(self, shard: _Shard) -> int:
+        """Where the tensors of a shard begin in its file: its header has a fixed length."""
+        return len(header(shard.pieces, self.metadata(_NO_DIGEST)))
+
+    # -- the shards ------------------------------------------------------------------------
+
+    def copy(self, partial: Partial, copying: Copying | None) -> None:
+        """Copy every shard that is not there yet, then give all of them their headers."""
+        finished, total = partial.finished(), sum(shard.nbytes for shard in self.shards)
+        self._require_space(partial.out)
+        digests: dict[str, str] = {}
+        done = 0
+        for shard in self.shards:
+
+            def on_bytes(count: int, name: str = shard.name) -> None:
+                nonlocal done
+                done += count
+                if copying is not None:
+                    copying(done, total, name)
+
+            path, source = partial.out / shard.name, Source(shard.source)
+            start = self.start(shard)
+            left = shard.name in finished and path.is_file()
+            if left and holds(path, start, source, shard.pieces):
+                logger.info("%s is there already", shard.name)
+                digests |= digests_of(source, shard.pieces, on_bytes)
+                continue
+            digests |= copy_pieces(source, shard.pieces, path, start, on_bytes)
+            if not holds(path, start, source, shard.pieces):
+                raise CheckpointError(f"the written file does not read back: {shard.name}")
+            partial.finish(shard.name)
+        self._write_headers(partial.out, self.metadata(self._digest(digests)))
+
+    def _require_space(self, folder: Path) -> None:
+        there = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+        needed = sum(shard.nbytes for shard in self.shards) - there
+        free = shutil.disk_usage(folder).free
+        if needed > free:
+            raise CheckpointError(
+                f"the output needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free",
+                "choose another --output",
+            )
+
+    def _write_headers(self, folder: Path, metadata: Mapping[str, str]) -> None:
+        for shard in self.shards:
+            path = folder / shard.name
+            write_header(path, header(shard.pieces, metadata))
+            with safe_open(path, framework="pt") as file:
+                same = file.metadata() == metadata
+                if not same or set(file.keys()) != {piece.name for piece in shard.pieces}:
+                    raise CheckpointError("the written file does not read back: its header differs")
+
+    def _digest(self, digests: Mapping[str, str]) -> str:
+        """See `Origin.digest`."""
+        described = {p.name: p.describe(digests[p.name]) for s in self.shards for p in s.pieces}
+        names = self.opened.checkpoint.names
+        return digest_of({names[k]: described[n] for n, k in self.opened.sources.items()})
+
+    # -- the rest --------------------------------------------------------------------------
+
+    def finish(self, folder: Path, source: Path | None) -> None:
+        """Write what is small: configs, the plan, the terms, and at last the index."""
+        shards = {shard.name for shard in self.shards}
+        for path in folder.iterdir():
+            if path.name not in shards:  # of an earlier run
+                remove(path)
+        if source is not None:
+            copy_small_files(source, folder)
+        sidecar = plan_path(folder / WEIGHTS_NAME)
+        sidecar.write_text(json.dumps(self.plan.to_json(), indent=2) + "\n", encoding="utf-8")
+        with safe_open(folder / self.shards[0].name, framework="pt") as file:
+            metadata = dict(file.metadata())
+        path = folder / TERMS_NAME
+        write_tensors(path, self.terms, metadata)
+        compare(path, self.terms, metadata)
+        files = {s.name: [piece.name for piece in s.pieces] for s in self.shards}
+        total = sum(s.nbytes for s in self.shards) + sum(t.nbytes for t in self.terms.values())
+        Split({**files, TERMS_NAME: list(self.terms)}, total).write_index(folder)
+
+
+def _shards(opened: MappedModel) -> list[_Shard]:
+    checkpoint = opened.checkpoint
+    assert checkpoint.weight_map is not None
+    pieces: dict[Path, list[Piece]] = {file: [] for file in checkpoint.files}
+    for name, key in opened.sources.items():
+        tensor, in_file = checkpoint.tensors[key], checkpoint.names[key]
+        piece = Piece(name, in_file, tensor.dtype, tuple(tensor.shape))
+        pieces[checkpoint.weight_map[in_file]].append(piece)
+    used = sorted((file for file in checkpoint.files if pieces[file]), key=lambda file: file.name)
+    return [
+        _Shard(file, f"model-{at:05d}-of-{len(used):05d}.safetensors", in_file_order(pieces[file]))
+        for at, file in enumerate(used, 1)
+    ]
+
+
+def _origin(opened: MappedModel) -> Origin:
+    """As `Origin.of`, without the digest."""
+    checkpoint = opened.checkpoint
+    names = {name: checkpoint.names[key] for name, key in opened.sources.items()}
+    kept = set(names.values())
+    safetensors = checkpoint.files[0].suffix == ".safetensors"
+    return Origin(
+        files=tuple(file.name for file in checkpoint.files),
+        metadata=dict(sorted(checkpoint.metadata.items()))
+        if safetensors and checkpoint.metadata
+        else None,
+        renamed={in_file: name for name, in_file in names.items() if name != in_file},
+        omitted=tuple(key for key in (*opened.sources, *opened.tied) if names.get(key) != key),
+        lost=tuple(name for name in checkpoint.names.values() if name not in kept),
+        digest=_NO_DIGEST,
+    )

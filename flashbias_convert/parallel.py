@@ -1,0 +1,187 @@
+"""Patched models on several processes: heads that are split, and sites that are shared out.
+
+A patched model can be wrapped by DDP and by FSDP2 as it is: its terms are buffers, of which every
+process keeps all. Tensor parallelism splits heads, and the terms must follow: `shard_sites`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from .errors import FlashBiasError, UsageError
+from .modules import ScoreBiasModule
+from .patched_attention import PatchedAttention
+from .swap import SUBMODULE, patched_modules
+
+T = TypeVar("T")
+
+
+# -- tensor parallelism --------------------------------------------------------------------
+
+
+def shard_sites(model: nn.Module, mesh: DeviceMesh) -> int:
+    """Keep, at every patched site, the terms of this process's share of the heads.
+
+    The projections are the business of `parallelize_module`, before or after: those to q, k and v
+    by columns, so that process r of P has the heads from r * H / P on (`ColwiseFused` for one
+    layer that makes all three), the one after attention by rows. Then a model whose code counts
+    heads computes with its share, and so do caches. It serves only: the original forward does not
+    run any more, and the model cannot be saved or unpatched.
+
+    Args:
+        model: a patched model, the same on all processes.
+        mesh: one dimension; its processes share the heads.
+
+    Returns:
+        How many sites were split.
+
+    Raises:
+        UsageError: nothing is patched, a site is split already or its recipe does not say how, or
+            the heads of one cannot be shared out evenly. The model is as it was.
+    """
+    if mesh.ndim != 1:
+        raise UsageError(f"the mesh must have one dimension, it has {mesh.ndim}")
+    sites = patched_modules(model)
+    if not sites:
+        raise UsageError("no module of this model is patched", "call patch_model first")
+    parts, part = mesh.size(), mesh.get_local_rank()
+    for site in sites:
+        _require_even(site, parts)
+    for site in sites:
+        _shard_site(site, parts, part)
+    return len(sites)
+
+
+def _require_even(site: PatchedAttention, parts: int) -> None:
+    name = site.original_class.__name__
+    if site.split_over > 1:
+        raise UsageError(f"the heads of this {name} are split already")
+    if not site.head_counts:
+        raise UsageError(f"the recipe of {name} does not say how its heads can be split")
+    site.check_fresh()
+    heads = {site.score_bias.bias.num_heads, *(getattr(site, n) for n in site.head_counts)}
+    uneven = [count for count in heads if not isinstance(count, int) or count % parts]
+    if uneven:
+        raise UsageError(f"{uneven[0]} heads of a {name} cannot be split over {parts} processes")
+    for attribute in site.head_values:
+        value = getattr(site, attribute, None)
+        if value is not None and (not isinstance(value, Tensor) or value.shape[0] % parts):
+            raise UsageError(f"{attribute} of a {name} cannot be split over {parts} processes")
+
+
+def _shard_site(site: PatchedAttention, parts: int, part: int) -> None:
+    bias, own = site.score_bias.bias, site.score_bias
+    share = bias.num_heads // parts
+    terms = ScoreBiasModule(
+        bias.select_heads(range(part * share, (part + 1) * share)), own.backend, tuple(own.builders)
+    )
+    terms.train(site.training)
+    terms.mask_memo.doubtful = own.mask_memo.doubtful
+    site._modules[SUBMODULE] = terms
+    for name in site.head_counts:
+        setattr(site, name, getattr(site, name) // parts)
+    for name in site.head_values:
+        _keep_part(site, name, parts, part, 0)
+    site.split_over = parts
+    site.seal()
+
+
+def _keep_part(module: nn.Module, name: str, parts: int, part: int, groups: int) -> None:
+    """Keep a share of the rows of a parameter or buffer, or of each of its `groups`."""
+    tensor = getattr(module, name, None)
+    if tensor is None:
+        return
+    rows = tensor.detach()
+    if groups:
+        own = rows.unflatten(0, (groups, -1)).chunk(parts, 1)[part].flatten(0, 1).clone()
+    else:
+        own = rows.chunk(parts, 0)[part].clone()
+    if name in module._parameters:
+        module._parameters[name] = nn.Parameter(own, requires_grad=tensor.requires_grad)
+    else:
+        module._buffers[name] = own
+
+
+class ColwiseFused(ParallelStyle):
+    """Splits a linear layer that makes q, k and v one after the other, each of them by heads.
+
+    `ColwiseParallel` would give the first processes q, and the last ones v. Layers whose rows go
+    head by head, as those of BLOOM and Falcon, are fine with it. The weights become plain tensors;
+    inputs must be the same on all processes.
+
+    Args:
+        parts: how many outputs the layer makes, one after the other.
+    """
+
+    def __init__(self, parts: int = 3) -> None:
+        self._parts = parts
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, nn.Linear):
+            raise UsageError(f"ColwiseFused splits nn.Linear, not {type(module).__name__}")
+        parts, part = device_mesh.size(), device_mesh.get_local_rank()
+        if module.out_features % (self._parts * parts):
+            raise UsageError(
+                f"{module.out_features} outputs cannot be split over {parts} processes"
+            )
+        for name in ("weight", "bias"):
+            _keep_part(module, name, parts, part, self._parts)
+        module.out_features //= parts
+        return module
+
+
+# -- work that is shared out ---------------------------------------------------------------
+
+
+def spread(
+    work: Sequence[Callable[[], T]],
+    group: dist.ProcessGroup | None = None,
+    *,
+    done: Callable[[int], Any] | None = None,
+) -> list[T]:
+    """Results of calls that are shared out over processes; every process gets all, in order.
+
+    Args:
+        work: what to call; the same on all processes. Results are sent by pickle, so they should
+            lie on the CPU.
+        group: the processes; default all. Each does every P-th call.
+        done: told how many of its own calls this process has done, after each.
+
+    Raises:
+        The first exception of a call, in the order of `work`, on every process.
+    """
+    parts, part = dist.get_world_size(group), dist.get_rank(group)
+    own: list[tuple[int, T | None, Exception | None]] = []
+    for at in range(part, len(work), parts):
+        try:
+            own.append((at, work[at](), None))
+        except Exception as error:  # the others wait for this process
+            own.append((at, None, error))
+            break
+        if done is not None:
+            done(len(own))
+    everywhere: list[Any] = [None] * parts
+    dist.all_gather_object(everywhere, [_sendable(entry) for entry in own], group=group)
+    found = sorted((entry for some in everywhere for entry in some), key=lambda entry: entry[0])
+    for _, _, failure in found:
+        if failure is not None:
+            raise failure
+    return [result for _, result, _ in found]
+
+
+def _sendable(entry: tuple[int, Any, Exception | None]) -> tuple[int, Any, Exception | None]:
+    """An exception that may not survive a pickle is sent as its text."""
+    at, _, error = entry
+    known = isinstance(error, FlashBiasError) or type(error).__module__ == "builtins"
+    if error is None or known:
+        return entry
+    return at, None, RuntimeError(f"{type(error).__name__}: {error}")
+
+
+__all__ = ["ColwiseFused", "shard_sites", "spread"]

@@ -1,0 +1,287 @@
+"""Convert a large sharded checkpoint: memory, time, and what is left when it is killed.
+
+    python scripts/check_sharded.py 20 --shard 2        # gigabytes; needs twice that, and a shard
+    python scripts/check_sharded.py 2 --shard 0.5 --layout bin
+
+Makes a BLOOM of that size with random weights in FOLDER, copies it (what the disk can do), converts
+it in a process whose memory is measured, converts it again and kills that half-way, and goes on.
+Both outputs must have the same bytes, and every tensor those of the input. Writes
+scripts/results/check_sharded.csv, a row for each step; memory is resident memory, mapped files
+included, beyond what the process has after its imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+RESULTS = Path(__file__).parent / "results" / "check_sharded.csv"
+HIDDEN, VOCABULARY = 4096, 1024
+#: of the largest shard
+MOST_MEMORY = 1.2
+
+
+def main() -> int:
+    """Run all steps; 0 if all is well."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("gigabytes", type=float)
+    parser.add_argument("--shard", type=float, default=2.0, help="gigabytes of a shard")
+    parser.add_argument("--layout", choices=("safetensors", "bin"), default="safetensors")
+    parser.add_argument("--folder", type=Path, default=None, help="where there is space")
+    parser.add_argument("--worker", nargs=3, default=None, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker is not None:
+        return work(Path(args.worker[0]), Path(args.worker[1]), int(args.worker[2]))
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix="check_sharded_") as folder:
+        needed, free = 2 * args.gigabytes + args.shard, shutil.disk_usage(folder).free / 1e9
+        if free < needed:
+            print(f"{needed:.0f} GB are needed in {folder}, {free:.0f} GB are free")
+            return 2
+        return Check(args, Path(folder)).run()
+
+
+class Check:
+    """The steps, and a row for each."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self._args, self._source, self._output = args, folder / "model", folder / "out"
+        self._rows: list[dict[str, Any]] = []
+        self._largest = self._total = self._shards = 0
+
+    def run(self) -> int:
+        self._timed("make the input", self._make)
+        self._timed("copy it", self._copy)
+        before = hashes(self._source)
+        self._convert("convert", -1)
+        first = hashes(self._output)
+        differing = different_tensors(self._source, self._output)
+        shutil.rmtree(self._output)
+        self._convert("convert, killed half-way", self._total // 2)
+        assert not self._output.exists(), "a killed conversion left an output"
+        self._convert("go on", -1)
+        checks = {
+            "the same bytes after a kill": hashes(self._output) == first,
+            "every tensor as in the input": not differing,
+            "the input as it was": hashes(self._source) == before,
+            f"memory below {MOST_MEMORY} of the largest shard": all(
+                row["memory / largest shard"] <= MOST_MEMORY
+                for row in self._rows
+                if row["memory / largest shard"] != ""
+            ),
+        }
+        for name, holds in checks.items():
+            print(f"{'yes' if holds else 'NO'}: {name}")
+        self._write(all(checks.values()))
+        return 0 if all(checks.values()) else 1
+
+    def _make(self) -> None:
+        make_bloom(self._source, self._args.gigabytes, self._args.shard, self._args.layout)
+        sizes = [p.stat().st_size for p in self._source.iterdir()]
+        self._largest, self._total = max(sizes), sum(sizes)
+        self._shards = sum(size > 10**6 for size in sizes)
+
+    def _copy(self) -> None:
+        target = self._source.with_name("copy")
+        target.mkdir()
+        for path in self._source.iterdir():
+            shutil.copyfile(path, target / path.name)
+            descriptor = os.open(target / path.name, os.O_RDONLY)
+            os.fsync(descriptor)  # a conversion does so, too
+            os.close(descriptor)
+        shutil.rmtree(target)
+
+    def _timed(self, step: str, do: Callable[[], None]) -> None:
+        started = time.perf_counter()
+        do()
+        self._row(step, time.perf_counter() - started)
+
+    def _convert(self, step: str, limit: int) -> None:
+        command = [sys.executable, "-W", "ignore", __file__, "0"]
+        done = subprocess.run(
+            [*command, "--worker", str(self._source), str(self._output), str(limit)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        if limit >= 0:
+            assert done.returncode == -signal.SIGKILL, f"ended with {done.returncode}"
+            self._row(step, None)
+            return
+        assert done.returncode == 0, f"ended with {done.returncode}"
+        told = json.loads(done.stdout.splitlines()[-1])
+        self._row(step, told["seconds"], told["grown"], told["peak"])
+
+    def _row(
+        self, step: str, seconds: float | None, grown: int | None = None, peak: int | None = None
+    ) -> None:
+        row = {
+            "gigabytes": round(self._total / 1e9, 2),
+            "layout": self._args.layout,
+            "shards": self._shards,
+            "largest shard (MB)": round(self._largest / 1e6),
+            "step": step,
+            "seconds": "" if seconds is None else round(seconds, 1),
+            "memory (MB)": "" if grown is None else round(grown / 1e6),
+            "memory with imports (MB)": "" if peak is None else round(peak / 1e6),
+            "memory / largest shard": "" if grown is None else round(grown / self._largest, 3),
+        }
+        print({key: value for key, value in row.items() if value != ""}, flush=True)
+        self._rows.append(row)
+
+    def _write(self, passed: bool) -> None:
+        RESULTS.parent.mkdir(exist_ok=True)
+        kept: list[dict[str, Any]] = []
+        if RESULTS.is_file():
+            with RESULTS.open(newline="") as file:
+                kept = list(csv.DictReader(file))
+        extra = {"torch": torch.__version__, "cpu": platform.machine(), "passed": passed}
+        rows = [{**row, **extra} for row in self._rows]
+        key = ("gigabytes", "layout", "shards")
+        new = {tuple(str(row[k]) for k in key) for row in rows}
+        kept = [row for row in kept if tuple(row[k] for k in key) not in new]
+        with RESULTS.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows([*kept, *rows])
+
+
+# -- the process that converts -------------------------------------------------------------
+
+
+def work(source: Path, output: Path, limit: int) -> int:
+    """Convert; killed after `limit` bytes unless that is negative."""
+    import timm.models  # noqa: F401
+    import transformers.models.bloom.modeling_bloom  # noqa: F401
+
+    from flashbias_convert.checkpoint import convert_checkpoint
+
+    def copying(done: int, total: int, name: str) -> None:
+        if 0 <= limit < done:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with tempfile.TemporaryDirectory() as folder:  # whatever is imported late
+        make_bloom(Path(folder) / "warm", 0, 1, "safetensors", hidden=64)
+        convert_checkpoint(Path(folder) / "warm")
+    Path("/proc/self/clear_refs").write_text("5")
+    before, started = high_water(), time.perf_counter()
+    convert_checkpoint(source, output, copying=copying)
+    seconds, peak = time.perf_counter() - started, high_water()
+    print(json.dumps({"seconds": seconds, "grown": peak - before, "peak": peak}))
+    return 0
+
+
+def high_water() -> int:
+    """Most bytes of resident memory since that was last reset."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+# -- the input -----------------------------------------------------------------------------
+
+
+def make_bloom(
+    folder: Path, gigabytes: float, shard: float, layout: str, hidden: int = HIDDEN
+) -> None:
+    """A BLOOM in bfloat16 in shards, with random bits as weights."""
+    import transformers
+
+    layers = max(1, round(gigabytes * 1e9 / (24 * hidden**2)))
+    config = transformers.BloomConfig(
+        hidden_size=hidden, n_layer=layers, n_head=hidden // 32, vocab_size=VOCABULARY
+    )
+    config.architectures = ["BloomForCausalLM"]
+    with torch.device("meta"):
+        model = transformers.BloomForCausalLM(config).to(torch.bfloat16)
+    folder.mkdir()
+    config.save_pretrained(folder)
+    state = {k: t for k, t in model.state_dict().items() if k != "lm_head.weight"}
+    groups = list(in_groups(state, shard * 1e9))
+    stem = "model" if layout == "safetensors" else "pytorch_model"
+    where = {}
+    random = np.random.Generator(np.random.SFC64(0))
+    for at, group in enumerate(groups, 1):
+        name = f"{stem}-{at:05d}-of-{len(groups):05d}.{layout}"
+        tensors = {key: random_bits(random, state[key]) for key in group}
+        if layout == "bin":
+            torch.save(tensors, folder / name)
+        else:
+            save_file(tensors, folder / name, metadata={"format": "pt"})
+        where |= dict.fromkeys(group, name)
+    (folder / f"{stem}.{layout}.index.json").write_text(json.dumps({"weight_map": where}))
+
+
+def in_groups(state: dict[str, Tensor], size: float) -> Iterator[list[str]]:
+    """Names of tensors that together have about `size` bytes."""
+    group: list[str] = []
+    for key, tensor in state.items():
+        if group and sum(state[k].nbytes for k in group) + tensor.nbytes > size:
+            yield group
+            group = []
+        group.append(key)
+    yield group
+
+
+def random_bits(random: np.random.Generator, like: Tensor) -> Tensor:
+    """Random bits of a shape and dtype."""
+    bits = np.frombuffer(random.bytes(like.nbytes), dtype=np.uint8)
+    return torch.from_numpy(bits.copy()).view(like.dtype).reshape(like.shape)
+
+
+# -- comparing -----------------------------------------------------------------------------
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """A hash of every file."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        with path.open("rb") as file:
+            found[path.name] = hashlib.file_digest(file, "blake2b").hexdigest()
+    return found
+
+
+def different_tensors(source: Path, output: Path) -> list[str]:
+    """Names of the tensors of the input that the output lacks or has with other bytes."""
+    index = json.loads((output / "model.safetensors.index.json").read_text())["weight_map"]
+    differing = []
+    for path in sorted(source.glob("*model-*")):
+        for key, tensor in tensors_of(path):
+            with safe_open(output / index[key], framework="pt") as file:
+                found = file.get_tensor(key)
+            same = found.dtype == tensor.dtype and found.shape == tensor.shape
+            if not same or not torch.equal(found.view(torch.int16), tensor.view(torch.int16)):
+                differing.append(key)
+    return differing
+
+
+def tensors_of(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of every tensor of a shard."""
+    if path.suffix == ".bin":
+        yield from torch.load(path, mmap=True, weights_only=True).items()
+        return
+    with safe_open(path, framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118
+            yield key, file.get_tensor(key)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+"""What every process does: serve wrapped and split models, and share out sites."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from flashbias_convert import StaleTermsError, inspect_model, unpatch_model
+from flashbias_convert.errors import UsageError
+from flashbias_convert.modules import ScoreBiasModule
+from flashbias_convert.parallel import ColwiseFused, shard_sites, spread
+from flashbias_convert.patched_attention import PatchedAttention
+from flashbias_convert.swap import patched_modules
+from flashbias_convert.terms import ScoreBias
+from tests.toy import TOY, ToyModel, make_model
+
+from .processes import model_of, outputs
+
+WRAPPED = ("toy", "swin", "bloom")
+SPLIT = ("toy", "swin", "bloom", "mpt", "falcon")
+#: the projections of each attention: to the heads, and from them
+_PROJECTIONS: dict[str, tuple[str, ParallelStyle, str]] = {
+    "toy": ("qkv", ColwiseFused(), "proj"),
+    "swin": ("qkv", ColwiseFused(), "proj"),
+    "bloom": ("query_key_value", ColwiseParallel(), "dense"),
+    "falcon": ("query_key_value", ColwiseParallel(), "dense"),
+    "mpt": ("Wqkv", ColwiseFused(), "out_proj"),
+}
+
+
+def serve(rank: int, world: int) -> dict[str, Any]:
+    """Outputs of every kind of wrapped model, and what went wrong."""
+    found: dict[str, Any] = {}
+    for name in WRAPPED:
+        found[f"ddp {name}"] = _ddp(name)
+        found[f"fsdp {name}"] = _fsdp(name, world)
+    for name in SPLIT:
+        found[f"split {name}"] = _split(name, world)
+    found["generated"] = _generated(world)
+    found["refusals"] = _refusals(world)
+    found["stale"] = _stale_when_wrapped(world)
+    return found
+
+
+def _ddp(name: str) -> list[Tensor]:
+    model, x = model_of(name)
+    wrapped = DistributedDataParallel(model)
+    found = [outputs(wrapped, x), outputs(wrapped, x)]
+    wrapped.train()
+    wrapped.eval()
+    return [*found, outputs(wrapped, x)]
+
+
+def _fsdp(name: str, world: int) -> list[Tensor]:
+    model, x = model_of(name)
+    mesh = init_device_mesh("cpu", (world,))
+    for module in model.modules():
+        if isinstance(module, PatchedAttention):
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    found = [outputs(model, x), outputs(model, x)]
+    model.train()
+    model.eval()
+    return [*found, outputs(model, x)]
+
+
+def split(name: str, world: int) -> tuple[nn.Module, Tensor]:
+    """A model whose heads are split over all processes."""
+    model, x = model_of(name)
+    mesh = init_device_mesh("cpu", (world,))
+    to_heads, style, from_heads = _PROJECTIONS[name]
+    for site in patched_modules(model):
+        plan = {to_heads: style, from_heads: RowwiseParallel()}
+        parallelize_module(site, mesh, plan)
+    assert shard_sites(model, mesh) == len(patched_modules(model))
+    return model, x
+
+
+def _split(name: str, world: int) -> dict[str, Any]:
+    model, x = split(name, world)
+    copied = copy.deepcopy(model)
+    shapes = {
+        key: tuple(tensor.shape)
+        for site in patched_modules(model)[:1]
+        for key, tensor in site.score_bias.named_buffers()
+    }
+    return {"out": outputs(model, x), "again": outputs(copied, x), "terms": shapes}
+
+
+@torch.no_grad()
+def _generated(world: int) -> dict[str, Tensor]:
+    found = {}
+    for name in ("bloom", "mpt"):
+        model: Any
+        model, ids = split(name, world)
+        mask = torch.ones_like(ids)
+        mask[0, :5] = 0
+        found[name] = model.generate(
+            ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0
+        )
+    return found
+
+
+def _refusals(world: int) -> dict[str, str]:
+    """Messages of what a split model refuses."""
+    model, x = split("toy", world)
+    mesh = init_device_mesh("cpu", (world,))
+    model_of_three, _ = model_of("toy")
+    three: Any = patched_modules(model_of_three)[0]
+    three.score_bias = ScoreBiasModule(ScoreBias((), 3))
+    other, _ = model_of("toy")
+    patched_modules(other)[0].head_counts = ()  # type: ignore[misc]
+    calls: dict[str, Any] = {
+        "recipe": lambda: shard_sites(other, mesh),
+        "again": lambda: shard_sites(model, mesh),
+        "unpatch": lambda: unpatch_model(model),
+        "train": lambda: outputs(model.train(), x),
+        "nothing": lambda: shard_sites(make_model(), mesh),
+        "three": lambda: shard_sites(model_of_three, mesh),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except (UsageError, StaleTermsError) as error:
+            found[name] = str(error)
+    return found
+
+
+def _stale_when_wrapped(world: int) -> dict[str, str]:
+    """Whether other weights are noticed: loaded, trained behind torch's back, or written to."""
+    found = {}
+    mesh = init_device_mesh("cpu", (world,))
+    for name in ("fsdp, trained", "fsdp, loaded", "ddp, written to"):
+        model, x = model_of("toy")
+        wrapped: Any
+        if name.startswith("ddp"):
+            wrapped = DistributedDataParallel(model)
+            outputs(wrapped, x)
+            patched_modules(model)[0].table.detach()[0, 0, 0] += 1  # type: ignore[operator, index]
+        else:
+            wrapped = fully_shard(model, mesh=mesh)
+            outputs(wrapped, x)
+            wrapped.reshard()
+        if name == "fsdp, trained":
+            wrapped.train()
+            parameter: Any = patched_modules(model)[0].table
+            with torch.no_grad():
+                parameter.to_local().mul_(2)
+            wrapped.eval()
+        elif name == "fsdp, loaded":
+            terms = [key for key in wrapped.state_dict() if ".score_bias." in key]
+            state = {k: v for k, v in wrapped.state_dict().items() if k not in terms}
+            for key in state:
+                if key.endswith("table"):
+                    state[key] = state[key] * 2
+            wrapped.load_state_dict(state, strict=False)
+        try:
+            outputs(wrapped, x)
+            found[name] = "served"
+        except StaleTermsError:
+            found[name] = "refused"
+    return found
+
+
+# -- sites that are shared out -------------------------------------------------------------
+
+
+def share(rank: int, world: int) -> dict[str, Any]:
+    """Plans that were made together, and what happens when a site fails."""
+    told: list[tuple[int, int, str]] = []
+    plans = {}
+    for name, model, options in models():
+        plan = inspect_model(
+            model, group=dist.group.WORLD, progress=lambda *call: told.append(call), **options
+        )
+        plans[name] = (plan.to_json(), terms_of(plan))
+    try:
+        spread([lambda: 1, _broken, lambda: 3])
+        failure = ""
+    except ZeroDivisionError as error:
+        failure = str(error)
+    numbers = spread([lambda at=at: at * at for at in range(7)])  # type: ignore[misc]
+    return {"plans": plans, "told": told, "failure": failure, "numbers": numbers}
+
+
+def _broken() -> int:
+    raise ZeroDivisionError("the second one")
+
+
+def models() -> list[tuple[str, nn.Module, dict[str, Any]]]:
+    """Models, not patched, and how to inspect them."""
+    toy = ToyModel(5)
+    with torch.no_grad():
+        for at, parameter in enumerate(toy.parameters()):
+            generator = torch.Generator().manual_seed(at)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        toy.blocks[1]["attn"].table.fill_(float("nan"))  # type: ignore[index, union-attr]
+    swin, _ = model_of("swin")
+    return [
+        ("toy", toy, {"recipes": [TOY], "method": "svd", "energy": 0.9}),
+        ("swin", swin, {"method": "auto"}),
+    ]
+
+
+def terms_of(plan: Any) -> dict[str, Tensor]:
+    """Every tensor of every term."""
+    return {
+        f"{site.name}.{name}": tensor
+        for site in plan.patched
+        for name, tensor in site.bias.named_tensors()
+    }
+
+
+# -- plans of transformers -----------------------------------------------------------------
+
+
+def plan_of_transformers(rank: int, world: int) -> dict[str, Any]:
+    """A BLOOM whose projections transformers itself splits while it loads them."""
+    import os
+    import tempfile
+
+    from transformers import BloomForCausalLM
+
+    from flashbias_convert import patch_model
+    from tests.recipes.test_transformers_alibi import make
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    _, ids = model_of("bloom")
+    to_heads, from_heads = "query_key_value", "dense"
+    site = "transformer.h.*.self_attention"
+    with tempfile.TemporaryDirectory() as own:
+        shared = [own]
+        dist.broadcast_object_list(shared)
+        folder = shared[0]
+        make("bloom").save_pretrained(folder)  # on the first process only
+        dist.barrier()
+        model: Any = BloomForCausalLM.from_pretrained(
+            folder, tp_plan={f"{site}.{to_heads}": "colwise", f"{site}.{from_heads}": "rowwise"}
+        )
+        dist.barrier()
+    weight = model.transformer.h[0].self_attention.query_key_value.weight
+    patch_model(model.eval(), backend="sdpa")
+    shard_sites(model, model._device_mesh["tp"])
+    return {"out": outputs(model, ids), "rows": weight.to_local().shape[0]}

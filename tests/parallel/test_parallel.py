@@ -1,0 +1,125 @@
+"""Patched models on two processes, and plans that are made on one, two and three."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashbias_convert import inspect_model
+from tests.support import assert_parity
+
+if not (dist.is_available() and dist.is_gloo_available()):
+    pytest.skip("torch was built without gloo", allow_module_level=True)
+pytest.importorskip("transformers")
+
+from .processes import model_of, outputs, run
+from .serving import SPLIT, WRAPPED, models, plan_of_transformers, serve, share, terms_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+Found = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run(serve, 2, tmp_path_factory.mktemp("serve"))
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_a_wrapped_model_serves(served: Found, wrapper: str, name: str) -> None:
+    model, x = model_of(name)
+    expected = outputs(model, x)
+    for found in served:
+        outs = found[f"{wrapper} {name}"]
+        assert len(outs) == 3  # twice, and after training mode
+        assert all(torch.equal(out, expected) for out in outs)
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_split_heads_compute_the_same(served: Found, name: str) -> None:
+    model, x = model_of(name)
+    plain = outputs(model, x)
+    wide = copy.deepcopy(model).double()
+    truth = outputs(wide, x.double() if x.is_floating_point() else x)
+    for found in served:
+        assert_parity(found[f"split {name}"]["out"], plain, truth)
+        assert torch.equal(found[f"split {name}"]["again"], found[f"split {name}"]["out"])
+
+
+def test_each_process_keeps_its_share_of_the_terms(served: Found) -> None:
+    for found in served:
+        shapes = found["split bloom"]["terms"]
+        assert shapes["alibi.slopes"] == (3,)
+        factors = {k: s for k, s in found["split toy"]["terms"].items() if "phi" in k}
+        assert factors and all(shape[-3] == 1 for shape in factors.values())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["bloom", "mpt"])
+def test_split_models_generate_with_padding_and_cache(served: Found, name: str) -> None:
+    model: Any
+    model, ids = model_of(name)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    expected = model.generate(
+        ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0
+    )
+    assert expected.shape == (2, 26)
+    assert all(torch.equal(found["generated"][name], expected) for found in served)
+
+
+def test_what_a_split_model_refuses(served: Found) -> None:
+    for found in served:
+        refusals = found["refusals"]
+        assert "split already" in refusals["again"]
+        assert "are split over 2 processes" in refusals["unpatch"]
+        assert "original forward cannot run" in refusals["train"]
+        assert "no module of this model is patched" in refusals["nothing"]
+        assert "3 heads of a BiasedAttention cannot be split" in refusals["three"]
+        assert "does not say how its heads can be split" in refusals["recipe"]
+
+
+def test_other_weights_are_noticed_inside_wrappers(served: Found) -> None:
+    for found in served:
+        assert set(found["stale"].values()) == {"refused"}, found["stale"]
+
+
+def test_a_plan_of_transformers(tmp_path: Path) -> None:
+    model, x = model_of("bloom")
+    plain, truth = outputs(model, x), outputs(copy.deepcopy(model).double(), x)
+    for found in run(plan_of_transformers, 2, tmp_path / "plan"):
+        assert found["rows"] == 3 * 48 // 2
+        assert_parity(found["out"], plain, truth)
+
+
+# -- sites that are shared out -------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    plans = {}
+    for name, model, options in models():
+        plan = inspect_model(model, **options)
+        plans[name] = (plan.to_json(), terms_of(plan))
+    return plans
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_plan_does_not_depend_on_the_processes(
+    tmp_path: Path, alone: dict[str, Any], world: int
+) -> None:
+    for found in run(share, world, tmp_path / "share"):
+        for name, (plan, terms) in alone.items():
+            their_plan, their_terms = found["plans"][name]
+            assert their_plan == plan
+            assert their_terms.keys() == terms.keys() and terms
+            assert all(torch.equal(their_terms[key], terms[key]) for key in terms)
+        assert [s["status"] for s in found["plans"]["toy"][0]["sites"]].count("failed") == 1
+        assert found["failure"] == "the second one"
+        assert found["numbers"] == [at * at for at in range(7)]
+        assert all(0 < done <= total for done, total, _ in found["told"])
