@@ -13,6 +13,8 @@ from ..benchmark import BenchmarkReport, BreakEven, Case, Row, SiteGroup
 from ..benchmark.models import ORIGINAL, ORIGINAL_COMPILED
 from ..benchmark.peers import SDPA
 
+#: columns of the narrowest verdict that is not cut within a word
+_RESULT = 12
 _LEGEND = (
     "x: how many times as fast; differences are from the original in eager mode, errors from "
     "float64, of the first sample; dense biases are made beforehand, but their memory counts"
@@ -64,12 +66,12 @@ def _header(report: BenchmarkReport) -> str:
 def _models(case: Case, report: BenchmarkReport, width: int) -> Table:
     columns = [
         _Column("ms\nmedian", _median),
-        _Column("ms\n20-80 %", _spread, 100),
-        _Column("samples\nper s", lambda r: _number(r.per_second, ".1f"), 100),
+        _Column("ms\n20-80 %", _spread, 110),
+        _Column("samples\nper s", lambda r: _number(r.per_second, ".1f"), 110),
         _Column("x original\neager", lambda r: _ratio(r, ORIGINAL)),
-        _Column("x original\ncompiled", lambda r: _ratio(r, ORIGINAL_COMPILED), 80),
-        _Column("peak\nMiB", lambda r: _memory(r, report), 80),
-        _Column("difference\nmax", lambda r: _number(r.difference_max, ".2g"), 60),
+        _Column("x original\ncompiled", lambda r: _ratio(r, ORIGINAL_COMPILED), 100),
+        _Column("peak\nMiB", lambda r: _memory(r, report), 90),
+        _Column("difference\nmax", lambda r: _number(r.difference_max, ".2g"), 70),
     ]
     return _table("", case.rows, columns, width)
 
@@ -77,10 +79,10 @@ def _models(case: Case, report: BenchmarkReport, width: int) -> Table:
 def _sites(rows: Sequence[Row], report: BenchmarkReport, width: int) -> Table:
     columns = [
         _Column("ms\nmedian", _median),
-        _Column("ms\n20-80 %", _spread, 100),
+        _Column("ms\n20-80 %", _spread, 110),
         _Column("x dense\nSDPA", lambda r: _ratio(r, SDPA)),
-        _Column("peak\nMiB", lambda r: _memory(r, report), 80),
-        _Column("error\nmax", lambda r: _number(r.difference_max, ".2g"), 60),
+        _Column("peak\nMiB", lambda r: _memory(r, report), 90),
+        _Column("error\nmax", lambda r: _number(r.difference_max, ".2g"), 70),
     ]
     return _table("", rows, columns, width)
 
@@ -91,7 +93,7 @@ def _table(title: str, rows: Sequence[Row], columns: Sequence[_Column], width: i
     table.add_column(title, no_wrap=True)
     for column in shown:
         table.add_column(column.title, justify="right", no_wrap=True)
-    table.add_column("result", overflow="fold")
+    table.add_column("result", overflow="fold", min_width=_RESULT)
     for row in rows:
         table.add_row(row.name, *(column.cell(row) for column in shown), _result(row))
     return table

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from flashbias_convert.checkpoint import convert_checkpoint
 from flashbias_convert.cli.app import run
 from flashbias_convert.cli.benchmark_tables import benchmark_lines
+from tests.benchmark.reports import report_of_a_card
 from tests.checkpoint.models import ARCH, TiedToy, write_tiny, write_tiny_folder
 
 from .conftest import Cli
@@ -21,6 +22,12 @@ from .test_errors import assert_error, files
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 QUICK = ["--repeats", "1", "--no-compile", "--batch", "2", "--max-tokens", "0"]
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal in which nothing is wrapped, whoever runs the tests."""
+    monkeypatch.setenv("COLUMNS", "160")
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +205,19 @@ def test_a_figure_needs_matplotlib(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     done = cli("bench", exact, *QUICK, "--plot", tmp_path / "x.png")
     assert_error(done, 2, "figures need matplotlib", "flashbias-convert[plot]")
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+def test_verdicts_are_not_cut_in_a_narrow_terminal(width: int) -> None:
+    from rich.console import Console
+
+    console = Console(width=width)
+    with console.capture() as capture:
+        for line in benchmark_lines(report_of_a_card(), width):
+            console.print(line, soft_wrap=isinstance(line, str))
+    for line in capture.get().splitlines():
+        if line.startswith(("original, eager", "converted", "dense bias, SDPA")):
+            assert "within" in line and "…" not in line
 
 
 def test_the_output_on_a_card_shows_memory() -> None:
