@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +49,25 @@ def load_pretrained(
         raise CheckpointError(f"transformers cannot load {folder}: {error}") from error
     lacking = [*info.get("missing_keys", ()), *info.get("mismatched_keys", ())]
     if lacking:
-        raise CheckpointError(f"{folder} lacks {len(lacking)} weights, such as {lacking[0]!r}")
+        raise CheckpointError(
+            f"{folder} lacks {len(lacking)} weights of {cls.__name__}, such as {lacking[0]!r}",
+            _without_head(cls, config, lacking),
+        )
     loaded: nn.Module = model.eval()
     return loaded
+
+
+def _without_head(cls: Any, config: Any, lacking: list[str]) -> str:
+    """What to do where only a head is missing: folders often name the class of their training."""
+    import transformers
+
+    base = transformers.MODEL_MAPPING.get(type(config), None)
+    below = f"{cls.base_model_prefix}."
+    if base in (None, cls) or any(key.startswith(below) for key in lacking):
+        return ""
+    return (
+        f"its weights may be those of the model without a head: --arch transformers:{base.__name__}"
+    )
 
 
 def in_stored_dtypes(model: nn.Module, source: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from ..errors import CheckpointError, UnknownArchitectureError
-from .architecture import Architecture, ArchLike, as_architecture, from_config, pretrained_cfg_of
+from .architecture import (
+    Architecture,
+    ArchLike,
+    as_architecture,
+    from_config,
+    pretrained_cfg_of,
+    without_code,
+)
 from .header import plan_of
 from .mdlus import saved_class
 from .own_models import BUILT, TRANSFORMERS
@@ -37,11 +45,22 @@ def identify(
         UsageError: `arch` cannot be understood.
     """
     if arch is not None and not _is_told_by_its_config(arch, checkpoint):
-        return with_num_classes(as_architecture(arch, args), checkpoint.tensors)
+        given = as_architecture(arch, args)
+        return with_num_classes(_with_config(given, checkpoint), checkpoint.tensors)
     found = _from_plan(checkpoint) or _from_config_file(checkpoint) or from_training(checkpoint)
     if found is None:
         found = _from_tensors(checkpoint)
     return as_architecture(found, args)
+
+
+def _with_config(arch: Architecture, checkpoint: Checkpoint) -> Architecture:
+    """A class of transformers alone says no sizes: those of the ``config.json`` hold."""
+    config = checkpoint.config or {}
+    if arch.library != "transformers" or "model_type" not in config:
+        return arch
+    if arch.args.get("model_type", config["model_type"]) != config["model_type"]:
+        return arch
+    return dataclasses.replace(arch, args={**without_code(config), **arch.args})
 
 
 def _is_told_by_its_config(arch: ArchLike, checkpoint: Checkpoint) -> bool:

@@ -269,3 +269,25 @@ def test_our_own_models_take_their_sizes_from_the_config(tmp_path: Path) -> None
     assert all(a.library == "transformers" and a.args["vocab_size"] == 11 for a in found)
     bare = architecture.as_architecture("alibi_gpt2", {"vocab_size": 11})
     assert bare.args == {"model_type": "alibi_gpt2", "vocab_size": 11}
+
+
+def test_a_folder_whose_config_names_a_head_that_its_weights_lack(tmp_path: Path) -> None:
+    """As the folders of sentence encoders do."""
+    import transformers
+
+    config = transformers.MPNetConfig(
+        vocab_size=30, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=20, architectures=["MPNetForMaskedLM"],
+    )  # fmt: skip
+    model = transformers.MPNetModel(config).eval()
+    model.save_pretrained(tmp_path / "m")
+    file = tmp_path / "m" / "config.json"
+    told = json.loads(file.read_text())
+    file.write_text(json.dumps({**told, "architectures": ["MPNetForMaskedLM"]}))
+    with pytest.raises(CheckpointError, match="of MPNetForMaskedLM, such as 'lm_head") as caught:
+        open_model(tmp_path / "m")
+    assert caught.value.hint.endswith("--arch transformers:MPNetModel")
+    opened = open_model(tmp_path / "m", arch="transformers:MPNetModel")  # sizes from the config
+    assert isinstance(opened.model, transformers.MPNetModel)
+    key = "encoder.relative_attention_bias.weight"
+    assert torch.equal(opened.model.state_dict()[key], model.state_dict()[key])
