@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ..attention import PreparedBias, flashbias_attention
@@ -12,7 +13,7 @@ from ..decompose.costs import rank_bucket
 from .calls import AttentionCall, CallGroup
 from .peers import OURS, WITH_BIAS
 from .result import BreakEven, Point
-from .rows import Timing
+from .rows import Timing, release
 from .sites import Step, site_rows
 from .synthetic import fixed_n, synthetic_call
 
@@ -56,7 +57,7 @@ def break_even(
 
     Args:
         alike: from `kinds_of_sites`; the first is measured.
-        most: largest length.
+        most: largest length; less where there is no room for the terms.
         timing: how.
         step: called with a name before each row.
     """
@@ -71,7 +72,11 @@ def break_even(
             if step is not None:
                 step(f"N = {n}: {name}")
 
-        synthetic = synthetic_call(call, n, batch)
+        try:
+            synthetic = synthetic_call(call, n, batch)
+        except torch.OutOfMemoryError:  # longer ones have no room, either
+            release(timing.device)
+            break
         rows = site_rows(synthetic, _ours(synthetic), short, step=named)
         points.append(Point(n, batch, rows))
     from_n, text = crossing(points)

@@ -23,7 +23,7 @@ from .break_even import MOST_KINDS, break_even, kinds_of_sites, lengths
 from .calls import CallGroup, call_groups
 from .models import ROWS, Models, model_rows, unsteady
 from .result import BenchmarkReport, BreakEven, Case, SiteGroup
-from .rows import Timing
+from .rows import Timing, release
 from .sites import site_group
 
 #: called with (steps done, steps in all as far as is known, name of the present one)
@@ -151,7 +151,12 @@ class _Run:
 
     def case(self, batch: Batch) -> Case:
         rows = model_rows(self._models, batch, self._timing, step=self._step)
-        groups, silent = call_groups(self._models.converted, batch)
+        try:
+            groups, silent = call_groups(self._models.converted, batch)
+        except torch.OutOfMemoryError:
+            release(self._timing.device)
+            note = "its attention was not measured: the converted model is out of memory"
+            return Case(_described(batch), batch.size, rows, (), (*unsteady(rows), note))
         self._step.expect(len(groups) * _ROWS_OF_A_SITE)
         measured: list[SiteGroup] = [site_group(g, self._timing, self._step) for g in groups]
         self._groups += [replace(g, call=g.call.of_sizes_alone(), kwargs={}) for g in groups]

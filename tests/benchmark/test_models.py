@@ -26,6 +26,7 @@ from flashbias_convert.benchmark.models import (
 from flashbias_convert.benchmark.peers import FLEX, NO_BIAS, OURS, SDPA, SDPA_COMPILED
 from flashbias_convert.benchmark.result import Row
 from flashbias_convert.benchmark.run import CPU_NOTE
+from flashbias_convert.benchmark.synthetic import synthetic_call
 from flashbias_convert.benchmark.timing import Times
 from flashbias_convert.errors import FlashBiasError, StaleTermsError, UsageError
 from flashbias_convert.models.alibi_gpt2 import AlibiGPT2Config, AlibiGPT2LMHeadModel
@@ -215,6 +216,42 @@ def test_where_the_original_has_no_room_the_converted_model_is_still_measured(
     assert (rows[ORIGINAL].status, rows[ORIGINAL].reason) == ("failed", "out of memory")
     assert rows[CONVERTED].status == "measured" and rows[CONVERTED].ratios == {}
     assert rows[CONVERTED].verdict.startswith("not compared: out of memory")
+
+
+def test_without_room_for_the_converted_model_the_original_is_still_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original, converted, plan = pair(method="exact")
+
+    def no_room(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    monkeypatch.setattr(converted, "forward", no_room)
+    options = {**QUICK, "max_tokens": 16}
+    report = benchmark_model(original, converted, make_input(), plan=plan, **options)
+    rows = by_name(report)
+    assert rows[CONVERTED].reason == "out of memory" and rows[ORIGINAL].status == "measured"
+    (case,) = report.cases
+    assert case.sites == () and "out of memory" in " ".join(case.notes)
+    assert report.break_even == ()
+
+
+def test_lengths_end_where_there_is_no_room_for_their_terms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from flashbias_convert.benchmark import break_even
+
+    def limited(call: Any, n: int, batch: int) -> Any:
+        if n > 16:
+            raise torch.OutOfMemoryError("tried to allocate")
+        return synthetic_call(call, n, batch)
+
+    monkeypatch.setattr(break_even, "synthetic_call", limited)
+    original, converted, plan = pair(method="exact")
+    options = {**QUICK, "max_tokens": 64}
+    report = benchmark_model(original, converted, make_input(), plan=plan, **options)
+    (one,) = report.break_even
+    assert [point.n for point in one.points] == [16]
 
 
 @pytest.mark.parametrize(
