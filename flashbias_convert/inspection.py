@@ -181,14 +181,22 @@ def _nothing_found(model: nn.Module, registry: Registry) -> NothingToConvertErro
     near = {c for k in known for c in difflib.get_close_matches(k.rpartition(".")[2], short)}
     similar = [short[c] for c in short if c in near]
     attention = [cls for c, cls in short.items() if re.search("attention|attn", c, re.IGNORECASE)]
-    labels = registry.labels()
-    hints = [f"there are recipes called {_listed(labels, len(labels))}"]
+    alike = sorted(known, key=lambda k: -_likeness(k.rpartition(".")[2], short))
+    hints = [
+        f"`flashbias-convert recipes` lists the {len(registry.labels())} that are known; "
+        f"classes that have one, most alike first: {_listed(alike, 3)}"
+    ]
     if similar:
         hints.append(f"nearest classes in this model: {_listed(similar)}")
     if attention:
         places = [f"{cls} (first at {present[cls]!r})" for cls in attention]
         hints.append(f"looks like attention: {_listed(places)}")
     return NothingToConvertError("no module of this model has a recipe", "; ".join(hints))
+
+
+def _likeness(name: str, names: Iterable[str]) -> float:
+    """How alike a name is to the one that is most like it, from 0 to 1."""
+    return max((difflib.SequenceMatcher(None, name, n).ratio() for n in names), default=0.0)
 
 
 def _listed(items: Sequence[str], limit: int = 8) -> str:

@@ -52,7 +52,10 @@ def write_own(path: Path, model: nn.Module) -> list[object]:
     return ["probe", path, "--arch", built, "--inputs", f"{__name__}:inputs"]
 
 
-def test_a_table_of_sites_and_what_they_add(cli: Cli, tmp_path: Path) -> None:
+def test_a_table_of_sites_and_what_they_add(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # a narrower table breaks its lines
     path = write_tiny(tmp_path / "tiny.safetensors")
     done = cli("probe", path, *ARCH, "--batch", "1")
     assert (done.code, done.err) == (0, "")
