@@ -21,7 +21,7 @@ def is_mdlus(path: Path) -> bool:
     """Whether a file is an archive with ``model.pt`` and ``args.json`` at its top."""
     try:
         return {_WEIGHTS, _ARGUMENTS} <= set(_names(path))
-    except (OSError, tarfile.TarError, zipfile.BadZipFile):
+    except Exception:  # damaged archives raise nearly everything; another reader says so
         return False
 
 
@@ -38,7 +38,9 @@ def read_mdlus(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], list[str]
     try:
         weights = io.BytesIO(_member(path, _WEIGHTS))
         arguments = json.loads(_member(path, _ARGUMENTS))
-    except (OSError, KeyError, ValueError, RecursionError, tarfile.TarError) as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # as above
         raise damaged(path, error) from error
     content, notes = read_pickle(path, weights)
     if not isinstance(content, dict) or not isinstance(arguments, dict):

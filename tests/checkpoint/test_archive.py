@@ -142,6 +142,16 @@ def test_a_record_that_is_not_where_the_directory_says(tmp_path: Path) -> None:
         read_checkpoint(path)
 
 
+def test_a_name_in_an_archive_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "x.pth"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x/\u00e9\u00e9.pkl", b"1")
+    data = path.read_bytes()
+    path.write_bytes(data.replace("\u00e9".encode(), b"\xe1x"))
+    with pytest.raises(CheckpointError, match=r"x\.pth is damaged"):
+        read_checkpoint(path)
+
+
 def test_one_mapping_in_many_places_is_walked_once(tmp_path: Path) -> None:
     """Forty to the power of five steps otherwise."""
     inner: Any = {"x": 1}
