@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .causal import check_padding, key_table, own_cache
-from .fallback import NO_PADDING_MASK, WEIGHTS, say_original
+from .fallback import NO_PADDING_MASK, WEIGHTS, say_original, wants_weights
 from .patched_owner import PatchedOwner
 
 
@@ -35,7 +35,7 @@ class KeyTableOwner(PatchedOwner):
             return self.original_forward(**call)
 
     def _returns_weights(self, call: Mapping[str, Any]) -> bool:
-        return returns_weights(self, call)
+        return wants_weights(self.config, call)
 
 
 class CausalOwner(KeyTableOwner):
@@ -63,12 +63,6 @@ class PaddingMaskInGenerate(PatchedOwner):
             return attention_mask
         length = own_cache(cache).get_mask_sizes(inputs_embeds.shape[1], 0)[0]
         return F.pad(attention_mask, (0, max(0, length - attention_mask.shape[-1])))
-
-
-def returns_weights(model: Any, call: Mapping[str, Any]) -> bool:
-    """Whether a call of a model of transformers asks for attention weights."""
-    wanted = call.get("output_attentions")
-    return bool(model.config.output_attentions if wanted is None else wanted)
 
 
 def _inputs(call: Mapping[str, Any]) -> Tensor | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -26,6 +28,12 @@ def weights_are_recorded() -> bool:
         return False
     collected = recording._active_collector.get() or {}
     return any("attentions" in key for key in collected)
+
+
+def wants_weights(config: Any, call: Mapping[str, Any]) -> bool:
+    """Whether a call in a model of transformers asks for attention weights."""
+    wanted = call.get("output_attentions")
+    return bool(getattr(config, "output_attentions", False) if wanted is None else wanted)
 
 
 def say_original(reason: str) -> None:

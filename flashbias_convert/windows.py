@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -78,9 +78,3 @@ def layer_mask(layer: Any, like: Tensor) -> Tensor | None:
     size = (tuple(padded),) if together else padded
     mask: Tensor | None = layer.get_attn_mask(*size, dtype=like.dtype, device=like.device)
     return mask
-
-
-def wants_weights(config: Any, call: Mapping[str, Any]) -> bool:
-    """Whether a call in a model of transformers asks for attention weights."""
-    wanted = call.get("output_attentions")
-    return bool(getattr(config, "output_attentions", False) if wanted is None else wanted)

@@ -14,13 +14,12 @@ from torch.nn import functional as F
 
 from flashbias_convert.builders import cls_window_table
 from flashbias_convert.causal_owner import bound_arguments
-from flashbias_convert.fallback import say_original
+from flashbias_convert.fallback import say_original, wants_weights
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.patched_owner import PatchedOwner
 from flashbias_convert.recipe import Description, NoBias, Owner, Recipe, Site
 from flashbias_convert.tables import in_float32
 from flashbias_convert.terms import Dense
-from flashbias_convert.windows import wants_weights
 
 
 class BeitLayer(PatchedAttention):

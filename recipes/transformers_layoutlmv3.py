@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flashbias_convert.causal_owner import bound_arguments, returns_weights
-from flashbias_convert.fallback import NO_PADDING_MASK, WEIGHTS, say_original
+from flashbias_convert.causal_owner import bound_arguments
+from flashbias_convert.fallback import NO_PADDING_MASK, WEIGHTS, say_original, wants_weights
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.patched_owner import PatchedOwner
 from flashbias_convert.recipe import Description, NoBias, Owner, Recipe, Site
@@ -66,7 +66,7 @@ class LayoutLMv3Model(PatchedOwner):
 
     def flashbias_forward(self, *args: Any, **kwargs: Any) -> Any:
         call = bound_arguments(self.original_class.forward, self, args, kwargs)
-        mask, recorded = call.get("attention_mask"), returns_weights(self, call)
+        mask, recorded = call.get("attention_mask"), wants_weights(self.config, call)
         if recorded or (mask is not None and mask.dim() != 2):
             say_original(WEIGHTS if recorded else NO_PADDING_MASK)
             return self.original_forward(*args, **kwargs)

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flashbias_convert.fallback import say_original
+from flashbias_convert.fallback import say_original, wants_weights
 from flashbias_convert.masks import attend_windows, planned_mask
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.recipe import Description, Owner, Recipe, Site
 from flashbias_convert.tables import require_index
-from flashbias_convert.windows import ShiftedLayer, is_shifted, layer_mask, wants_weights
+from flashbias_convert.windows import ShiftedLayer, is_shifted, layer_mask
 
 
 class SwinAttention(PatchedAttention):
