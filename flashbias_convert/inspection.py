@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.metadata
 import logging
 import platform
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,11 +18,13 @@ from torch import nn
 
 from . import __version__
 from .decompose import Decomposition, decompose
-from .errors import FlashBiasError, NothingToConvertError, UsageError
+from .errors import FlashBiasError, UsageError
 from .modules import with_builders
+from .no_site import nothing_found
 from .options import DecomposeOptions, Method
 from .plan import Plan, SitePlan
 from .recipe import Description, NoBias, Recipe, Registry, Site, UnsupportedSite, qualified_name
+from .selection import Choice
 from .swap import original_class, owner_refusal, refusal
 from .terms import ScoreBias
 
@@ -106,9 +106,9 @@ def inspect_model(
     registry = Registry(tuple(recipes))
     matches = list(_find_sites(model, registry, tokens))
     if not matches:
-        raise _nothing_found(model, registry)
+        raise nothing_found(model, registry)
     names = [name for match in matches for name in match.names]
-    chosen = _Choice(_as_list(include), _as_list(exclude), names)
+    chosen = Choice(include, exclude, names)
     with leave_no_trace(model):
         if group is None:
             plans = []
@@ -172,103 +172,6 @@ def refuse_wrapped(model: nn.Module) -> None:
                 )
 
 
-def _nothing_found(model: nn.Module, registry: Registry) -> NothingToConvertError:
-    known = registry.class_names()
-    present: dict[str, str] = {}  # class name -> name of the first module of that class
-    for name, module in model.named_modules():
-        present.setdefault(qualified_name(type(module)), name)
-    short = {cls.rpartition(".")[2]: cls for cls in present}
-    near = {c for k in known for c in difflib.get_close_matches(k.rpartition(".")[2], short)}
-    similar = [short[c] for c in short if c in near]
-    attention = [cls for c, cls in short.items() if re.search("attention|attn", c, re.IGNORECASE)]
-    alike = sorted(known, key=lambda k: -_likeness(k.rpartition(".")[2], short))
-    hints = [
-        f"`flashbias-convert recipes` lists the {len(registry.labels())} that are known; "
-        f"classes that have one, most alike first: {_listed(alike, 3)}"
-    ]
-    if similar:
-        hints.append(f"nearest classes in this model: {_listed(similar)}")
-    if attention:
-        places = [f"{cls} (first at {present[cls]!r})" for cls in attention]
-        hints.append(f"looks like attention: {_listed(places)}")
-    return NothingToConvertError("no module of this model has a recipe", "; ".join(hints))
-
-
-def _likeness(name: str, names: Iterable[str]) -> float:
-    """How alike a name is to the one that is most like it, from 0 to 1."""
-    return max((difflib.SequenceMatcher(None, name, n).ratio() for n in names), default=0.0)
-
-
-def _listed(items: Sequence[str], limit: int = 8) -> str:
-    more = f" and {len(items) - limit} more" if len(items) > limit else ""
-    return (", ".join(items[:limit]) or "none") + more
-
-
-# -- include and exclude -------------------------------------------------------------------
-
-
-def _as_list(entries: Iterable[str]) -> list[str]:
-    return [entries] if isinstance(entries, str) else list(entries)
-
-
-class _Choice:
-    """Which sites the caller wants; names are looked up, so that thousands cost nothing.
-
-    Raises:
-        UsageError: an entry is no valid pattern, or matches none of `names`.
-    """
-
-    def __init__(self, include: list[str], exclude: list[str], names: list[str]) -> None:
-        self._include, self._exclude = _Entries(include), _Entries(exclude)
-        for option, entries in (("include", self._include), ("exclude", self._exclude)):
-            entry = entries.without_match(names)
-            if entry is not None:
-                near = difflib.get_close_matches(entry.removeprefix("re:"), names, cutoff=0.3)
-                raise UsageError(
-                    f"{option} entry {entry!r} matches no site",
-                    f"sites are, for instance, {_listed(near or names, 3)}",
-                )
-
-    def reason_against(self, names: Sequence[str]) -> str | None:
-        """Why a site with these names is left alone, or None."""
-        entry = self._exclude.matching(names)
-        if entry is not None:
-            return f"excluded by {entry!r}"
-        if self._include and self._include.matching(names) is None:
-            return "not among the included sites"
-        return None
-
-
-class _Entries:
-    """Names, and patterns for whole names."""
-
-    def __init__(self, entries: Sequence[str]) -> None:
-        self._names = {entry for entry in entries if not entry.startswith("re:")}
-        self._patterns = [entry for entry in entries if entry.startswith("re:")]
-
-    def __bool__(self) -> bool:
-        return bool(self._names or self._patterns)
-
-    def matching(self, names: Sequence[str]) -> str | None:
-        """An entry that matches one of `names`."""
-        found = [name for name in names if name in self._names]
-        found += [p for p in self._patterns if any(_matches(p, name) for name in names)]
-        return found[0] if found else None
-
-    def without_match(self, names: Sequence[str]) -> str | None:
-        """An entry that matches none of `names`."""
-        missing = sorted(self._names.difference(names))
-        missing += [p for p in self._patterns if not any(_matches(p, name) for name in names)]
-        return missing[0] if missing else None
-
-
-def _matches(pattern: str, name: str) -> bool:
-    try:
-        return re.fullmatch(pattern.removeprefix("re:"), name) is not None
-    except re.error as error:
-        raise UsageError(f"{pattern!r} is not a regular expression: {error}") from error
-
-
 # -- planning one site ---------------------------------------------------------------------
 
 
@@ -301,7 +204,7 @@ def _plan_site(match: _Match, options: DecomposeOptions, against: str | None) ->
 def _plan_together(
     matches: Sequence[_Match],
     options: DecomposeOptions,
-    chosen: _Choice,
+    chosen: Choice,
     progress: Progress | None,
     group: ProcessGroup,
 ) -> list[SitePlan]:
