@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashbias_convert import Alibi, Dense, LowRank, Regions, RelativeTable, ScoreBias
+from flashbias_convert import Alibi, Axial, Dense, LowRank, Regions, RelativeTable, ScoreBias
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Shape:
         batch, heads, n, d: sizes of q, k and v (*batch, heads, n, d).
         bias: makes the terms on a device; None for attention without a bias.
         options: keyword arguments of `flashbias_attention`.
+        queries: rows of q, the last positions, where there are fewer than keys.
     """
 
     batch: tuple[int, ...]
@@ -28,12 +29,13 @@ class Shape:
     d: int
     bias: Callable[[Shape, torch.device], ScoreBias] | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    queries: int | None = None
 
     def inputs(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v as an attention module has them: views of one packed projection."""
         packed = torch.randn(*self.batch, self.n, 3, self.heads, self.d, device=device).to(dtype)
         q, k, v = packed.movedim(-3, 0).transpose(-2, -3).unbind(0)
-        return q, k, v
+        return q if self.queries is None else q[..., -self.queries :, :], k, v
 
 
 def low_rank(rank: int) -> Callable[[Shape, torch.device], ScoreBias]:
@@ -64,6 +66,24 @@ def table(shape: Shape, device: torch.device) -> ScoreBias:
     u, v, size = window_codes(shape.n)
     values = torch.randn(shape.heads, size, device=device)
     term = RelativeTable(table=values, u=u.to(device), v=v.to(device))
+    return ScoreBias((term,), shape.heads)
+
+
+def offsets(shape: Shape, device: torch.device) -> ScoreBias:
+    """A relative table with one entry per offset, as T5's buckets give."""
+    token = torch.arange(shape.n, device=device)
+    values = torch.randn(shape.heads, 2 * shape.n - 1, device=device)
+    term = RelativeTable(table=values, u=token, v=shape.n - 1 - token)
+    return ScoreBias((term,), shape.heads)
+
+
+def axial(shape: Shape, device: torch.device) -> ScoreBias:
+    """Decomposed relative positions of a square image, one table row a query (SAM)."""
+    side = round(shape.n**0.5)
+    size = (*shape.batch, shape.heads, shape.n, side)
+    rel_h, rel_w = (torch.randn(size, device=device).bfloat16() for _ in range(2))
+    token = torch.arange(shape.n, device=device)
+    term = Axial(rel_h=rel_h, rel_w=rel_w, y=token // side, x=token % side)
     return ScoreBias((term,), shape.heads)
 
 
@@ -107,6 +127,15 @@ SHAPES: dict[str, Shape] = {
     "pangu R=64": Shape((1024,), 6, 144, 32, low_rank(64)),
     "plain R=16": Shape((1,), 8, 8192, 64, low_rank(16)),
     "non-causal R=16": Shape((2,), 4, 16384, 32, low_rank(16)),
+    "pde R=16": Shape((1,), 8, 32186, 16, low_rank(16)),
+    "triangle dense": Shape((1218,), 4, 1218, 32, dense),
+    "triangle R=32": Shape((1218,), 4, 1218, 32, low_rank(32)),
+    "t5 table": Shape((8,), 12, 512, 64, offsets, {"scale": 1.0}),
+    "beit-l 512 table": Shape((16,), 16, 1025, 64, offsets),
+    "sam-b global axial": Shape((4,), 12, 4096, 64, axial),
+    "heads of 16 R=8": Shape((16,), 8, 2048, 16, low_rank(8)),
+    "alibi D=32": Shape((1,), 50, 8192, 32, alibi, {"causal": True}),
+    "decode alibi": Shape((64,), 32, 4096, 64, alibi, {"causal": True}, queries=1),
     "alibi gpt2": Shape((8,), 25, 2048, 64, alibi, {"causal": True}),
     "d128 R=16": Shape((4,), 16, 4096, 128, low_rank(16)),
 }

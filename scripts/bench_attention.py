@@ -1,115 +1,124 @@
 """Time our operator beside its peers, in one run on one card.
 
-python scripts/bench_attention.py [--kernel FILE.py] [--output FILE.csv]
+python scripts/bench_attention.py [--kernel FILE.py] [--shapes NAME ...] [--output FILE.csv]
 
-Peers: torch SDPA without a bias (flash, cuDNN), torch SDPA with the dense bias (memory-efficient,
-cuDNN), our sdpa path, and a kernel from a file that defines `attn(q, k, v, pq, pk)` with factors
-in base 2. Every result is compared with float64 on a slice of the batch. `median_ms` is time on
-the card (CUDA graph replays), `call_ms` the time of eager calls, Python included.
+Peers, where they can compute the shape: torch SDPA without a bias (flash, cuDNN), with the dense
+bias (memory-efficient, cuDNN), compiled FlexAttention with the dense bias and with the closed form
+of ALiBi and of relative tables, flash-attn with ALiBi slopes where it is installed, our sdpa path
+(the paper's concatenation), and a kernel from a file that defines `attn(q, k, v, pq, pk)` with
+factors in base 2. Every result is compared with float64 on a slice; a peer that is off by more than
+`WRONG` is marked, and no ratio is made with it. `median_ms` is time on the card (CUDA graph
+replays), `call_ms` the time of eager calls, Python included.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import importlib.util
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import torch
-import torch.nn.functional as F
+from attention_figure import draw
+from attention_peers import Peer, load_kernel, peers
 from attention_shapes import SHAPES, Shape
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flashbias_convert import LowRank, ScoreBias
-from flashbias_convert.attention import PreparedBias, flashbias_attention
+from flashbias_convert import ScoreBias
+from flashbias_convert.attention import flashbias_attention
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda")
-Call = Callable[[], Tensor]
+#: Relative error from which on a result is wrong: rounding to bf16 gives 2e-3 to 5e-3.
+WRONG = 0.03
+FIELDS = (
+    "shape", "peer", "has_bias", "median_ms", "p20_ms", "p80_ms", "call_ms", "peak_mib", "error",
+    "state", "card", "torch", "triton",
+)  # fmt: skip
 
 
-def peers(
-    shape: Shape, q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias | None, kernel: ModuleType | None
-) -> Iterator[tuple[str, Call]]:
-    """Names and calls; q, k and v are (*batch, H, N, D)."""
-    prepared = None if bias is None else PreparedBias(bias)
-    yield "ours", lambda: flashbias_attention(q, k, v, prepared, backend="triton", **shape.options)
-    yield "ours sdpa", lambda: flashbias_attention(q, k, v, bias, backend="sdpa", **shape.options)
-    flat_q, flat_k, flat_v = (x.flatten(0, -4) for x in (q, k, v))
-    causal = bool(shape.options.get("causal"))
-    for name, backend in (
-        ("flash", SDPBackend.FLASH_ATTENTION),
-        ("cudnn", SDPBackend.CUDNN_ATTENTION),
-    ):
-        yield f"{name} without bias", _sdpa(flat_q, flat_k, flat_v, None, causal, backend)
-    if bias is not None and len(shape.batch) == 1 and shape.n <= 8192:
-        mask = bias.dense(shape.n, shape.n, dtype=torch.float32)
-        if causal:
-            hidden = torch.ones(shape.n, shape.n, dtype=torch.bool, device=q.device).triu(1)
-            mask = mask.masked_fill(hidden, float("-inf"))
-        mask = mask.to(q.dtype)[None]
-        for name, backend in (
-            ("efficient", SDPBackend.EFFICIENT_ATTENTION),
-            ("cudnn", SDPBackend.CUDNN_ATTENTION),
-        ):
-            yield f"{name} + dense bias", _sdpa(flat_q, flat_k, flat_v, mask, False, backend)
-    if kernel is not None and not shape.options and len(shape.batch) == 1:
-        yield kernel.__name__, _foreign(kernel, q, k, v, bias)
-
-
-def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, backend: SDPBackend
-) -> Call:
-    def call() -> Tensor:
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)
-
-    return call
-
-
-def _foreign(kernel: ModuleType, q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias | None) -> Call:
-    """A kernel given by the user: fp16 factors, phi_q already times log2(e)."""
-    if bias is None:
-        return lambda: kernel.attn(q, k, v)
-    (term,) = bias.terms
-    assert isinstance(term, LowRank)
-    pq = (term.phi_q * math.log2(math.e)).half()[None]
-    pk = term.phi_k.half()[None]
-    return lambda: kernel.attn(q, k, v, pq, pk)
-
-
-def error(call: Call, shape: Shape, q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias | None,
-          has_bias: bool) -> float:  # fmt: skip
-    """Relative error of the first batch entry and head against float64, 256 queries of it."""
-    out = call().reshape(*q.shape[:-1], v.shape[-1])
+def error(out: Tensor, shape: Shape, q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias | None
+          ) -> float:  # fmt: skip
+    """Relative error of the last 128 queries of the first batch entry and head against float64."""
+    out = out.reshape(*q.shape[:-1], v.shape[-1])
     at = (0,) * (q.dim() - 3)
-    own = None if bias is None or not has_bias else bias.select_heads([0])
-    rows = slice(0, 256)
-    full = [x[at][:1].double() for x in (q, k, v)]
-    options = dict(shape.options)
-    truth = flashbias_attention(*full, _first_window(own), backend="eager", **options) \
-        if shape.n <= 8192 else None  # fmt: skip
-    if truth is None:
-        return float("nan")
-    part = out[at][:1, rows].double()
-    return float((part - truth[:, rows]).norm() / truth[:, rows].norm())
+    own = None if bias is None else _first_entry(bias.select_heads([0]), len(at))
+    rows = min(q.shape[-2], 128)
+    start = k.shape[-2] - rows  # with as many queries as keys or fewer, the last ones
+    parts = [x[at][:1].double() for x in (q[..., -rows:, :], k, v)]
+    own = None if own is None else _last_rows(own, rows)
+    options = {**shape.options, "query_start": start}
+    truth = flashbias_attention(*parts, own, backend="eager", **options)
+    got = out[at][:1, -rows:].double()
+    return float((got - truth).norm() / truth.norm())
 
 
-def _first_window(bias: ScoreBias | None) -> ScoreBias | None:
+def _first_entry(bias: ScoreBias, dims: int) -> ScoreBias:
     """The bias of batch entry 0, for terms that have batch dimensions."""
-    if bias is None:
-        return None
-    return ScoreBias(
-        tuple(t.map_tensors(lambda name, x: x[0] if name == "ids" and x.dim() > 1 else x)
-              for t in bias.terms), bias.num_heads)  # fmt: skip
+    tails = {"ids": 1, "rel_h": 3, "rel_w": 3}
+
+    def first(name: str, x: Tensor) -> Tensor:
+        while name in tails and x.dim() > tails[name]:
+            x = x[0]
+        return x
+
+    return ScoreBias(tuple(t.map_tensors(first) for t in bias.terms), bias.num_heads)
+
+
+def _last_rows(bias: ScoreBias, rows: int) -> ScoreBias:
+    """The bias of the last queries alone."""
+    axes = {"phi_q": -2, "u": -1, "bias": -2, "rel_h": -2, "rel_w": -2}
+
+    def last(name: str, x: Tensor) -> Tensor:
+        return x.narrow(axes[name], x.shape[axes[name]] - rows, rows) if name in axes else x
+
+    terms = []
+    for term in bias.terms:
+        own = {name: last(name, x) for name, x in term.tensors().items()}
+        if term.kind == "regions" and "key_ids" not in own:
+            own["key_ids"], own["ids"] = own["ids"], own["ids"][..., -rows:]
+        terms.append(type(term).from_state(term.static(), own))
+    return ScoreBias(tuple(terms), bias.num_heads)
+
+
+def measure(call: Callable[[], Tensor]) -> dict[str, Any]:
+    """Milliseconds and peak MiB beyond the inputs."""
+    import triton
+
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+    eager = triton.testing.do_bench(call, warmup=10, rep=40, return_mode="median")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        low, middle, high = triton.testing.do_bench_cudagraph(
+            call, rep=40, quantiles=[0.2, 0.5, 0.8]
+        )
+    return {
+        "median_ms": f"{middle:.4f}", "p20_ms": f"{low:.4f}", "p80_ms": f"{high:.4f}",
+        "call_ms": f"{eager:.4f}", "peak_mib": f"{peak:.1f}",
+    }  # fmt: skip
+
+
+def row(peer: Peer, shape: Shape, q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias | None
+        ) -> dict[str, Any]:  # fmt: skip
+    """What is written about one peer, whether it ran or not."""
+    found: dict[str, Any] = {"peer": peer.name, "has_bias": int(peer.has_bias or bias is None)}
+    try:
+        call = peer.make()
+        wrong = error(call(), shape, q, k, v, bias if peer.has_bias else None)
+        found |= {"error": f"{wrong:.1e}", "state": "ok" if wrong < WRONG else "wrong"}
+        return found | measure(call)
+    except torch.OutOfMemoryError:
+        return found | {"state": "out of memory"}
+    except Exception as problem:  # a peer that fails is a row, not the end of the run
+        text = f"{type(problem).__name__}: {problem}".splitlines()[0][:90]
+        return found | {"state": text}
 
 
 def main() -> None:
-    """Time every peer on every shape; print and write a table."""
+    """Time every peer on every shape; print and write a table and a picture."""
     import triton
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -117,48 +126,30 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
     parser.add_argument("--output", type=Path, default=ROOT / "scripts/results/bench_attention.csv")
     options = parser.parse_args()
-    kernel = None if options.kernel is None else _load(options.kernel)
-    machine = [torch.cuda.get_device_name(), torch.__version__, triton.__version__]
+    kernel = None if options.kernel is None else load_kernel(options.kernel)
+    machine = {
+        "card": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     with options.output.open("w", newline="") as file:
-        writer = csv.writer(file)
-        times = ["median_ms", "p20_ms", "p80_ms", "call_ms"]
-        writer.writerow(["shape", "peer", *times, "peak_mib", "error", "card", "torch", "triton"])
+        writer = csv.DictWriter(file, FIELDS)
+        writer.writeheader()
         for name in options.shapes:
             shape = SHAPES[name]
             torch.manual_seed(0)
+            torch._dynamo.reset()
             q, k, v = shape.inputs(torch.bfloat16, DEVICE)
             bias = None if shape.bias is None else shape.bias(shape, DEVICE)
-            for peer, call in peers(shape, q, k, v, bias, kernel):
-                try:
-                    wrong = error(call, shape, q, k, v, bias, "without" not in peer)
-                    torch.cuda.reset_peak_memory_stats()
-                    before = torch.cuda.memory_allocated()
-                    call()
-                    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-                    eager = triton.testing.do_bench(call, warmup=20, rep=60, return_mode="median")
-                    with torch.cuda.stream(torch.cuda.Stream()):
-                        low, middle, high = triton.testing.do_bench_cudagraph(
-                            call, rep=60, quantiles=[0.2, 0.5, 0.8]
-                        )
-                except (RuntimeError, ValueError) as problem:
-                    print(f"{name:30s} {peer:22s} {str(problem).splitlines()[0][:70]}")
-                    continue
-                times = [f"{ms:.4f}" for ms in (middle, low, high, eager)]
-                writer.writerow([name, peer, *times, f"{peak:.1f}", f"{wrong:.2e}", *machine])
-                print(
-                    f"{name:30s} {peer:22s} {middle:8.4f} ms (call {eager:8.4f} ms) "
-                    f"{peak:9.1f} MiB  error {wrong:.1e}",
-                    flush=True,
-                )
-
-
-def _load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+            for peer in peers(shape, q, k, v, bias, kernel):
+                found = {"shape": name, **row(peer, shape, q, k, v, bias), **machine}
+                writer.writerow(found)
+                file.flush()
+                shown = [found.get(x, "-") for x in ("median_ms", "call_ms", "peak_mib", "error")]
+                print(f"{name:30s} {peer.name:20s}", *shown, found["state"], flush=True)
+                torch.cuda.empty_cache()
+    draw(options.output)
 
 
 if __name__ == "__main__":

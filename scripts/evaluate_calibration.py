@@ -121,7 +121,7 @@ def main() -> None:
         add(f"energy {energy:g}", plan, time.perf_counter() - start)
     for limit in args.limits:
         start = time.perf_counter()
-        plan = calibrate_model(model, samples.split(32), max_output_error=limit)
+        plan = calibrate_model(model, list(samples.split(32)), max_output_error=limit)
         add(f"calibrated {limit:g}", plan, time.perf_counter() - start)
     args.output.mkdir(parents=True, exist_ok=True)
     with (args.output / "evaluate_calibration.csv").open("w", newline="") as file:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
-import itertools
+import dataclasses
 import multiprocessing
 import os
 from pathlib import Path
@@ -26,14 +26,23 @@ ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda")
 
 
-def candidates(quick: bool) -> list[LaunchSettings]:
-    """Settings worth trying."""
-    if quick:
-        usual = itertools.product(((64, 32), (64, 64), (128, 64)), (2, 3))
-        return [LaunchSettings(*blocks, 4, stages) for blocks, stages in usual]
-    grid = itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4))
-    settings = [LaunchSettings(*each) for each in grid]
-    return [s for s in settings if not (s.block_m == 64 and s.num_warps == 8)]
+def candidates(name: str, quick: bool) -> list[LaunchSettings]:
+    """Settings worth trying for a shape."""
+    wide = SHAPES[name].d > 64
+    tiles = [(64, 64, 4, (96, 128)), (128, 64, 4, (168, None)), (128, 64, 8, (128,))]
+    if wide:
+        tiles = [(64, 64, 4, (168, None)), (128, 64, 8, (128, None)), (128, 128, 8, (None,))]
+    if not quick:
+        tiles += [(64, 32, 4, (96, None)), (64, 128, 4, (128, 168)), (128, 128, 8, (128, None))]
+        tiles += [(64, 64, 4, (None,)), (128, 64, 8, (None,)), (128, 32, 8, (None,))]
+        tiles += [(32, 64, 4, (None,)), (32, 32, 2, (None,)), (16, 64, 2, (None,))]
+    stages = (2, 3) if wide or not quick else (3,)
+    return [
+        LaunchSettings(m, n, warps, depth, registers)
+        for m, n, warps, caps in tiles
+        for registers in caps
+        for depth in stages
+    ]
 
 
 def use(settings: LaunchSettings) -> None:
@@ -79,28 +88,28 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="only the usual winners")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     options = parser.parse_args()
-    jobs = [(name, s) for name in options.shapes for s in candidates(options.quick)]
+    jobs = [(name, s) for name in options.shapes for s in candidates(name, options.quick)]
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
         pool.map(run_once, jobs, chunksize=4)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     with options.output.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["shape", "block_m", "block_n", "num_warps", "num_stages", "ms", "card"])
+        names = [field.name for field in dataclasses.fields(LaunchSettings)]
+        writer.writerow(["shape", *names, "ms", "card"])
         for name in options.shapes:
             call = make_call(name)
             results = []
-            for settings in candidates(options.quick):
+            for settings in candidates(name, options.quick):
                 use(settings)
                 try:
                     results.append((time_ms(call), settings))
                 except Exception:
                     continue
             for ms, s in sorted(results, key=lambda r: r[0]):
-                writer.writerow([name, s.block_m, s.block_n, s.num_warps, s.num_stages,
-                                 f"{ms:.4f}", torch.cuda.get_device_name()])  # fmt: skip
+                card = torch.cuda.get_device_name()
+                writer.writerow([name, *dataclasses.astuple(s), f"{ms:.4f}", card])
             for ms, s in sorted(results, key=lambda r: r[0])[:4]:
-                print(f"{name:30s} {ms:.4f} ms  BM={s.block_m} BN={s.block_n} "
-                      f"warps={s.num_warps} stages={s.num_stages}", flush=True)  # fmt: skip
+                print(f"{name:30s} {ms:.4f} ms {dataclasses.astuple(s)}", flush=True)
             file.flush()
 
 

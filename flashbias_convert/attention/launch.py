@@ -130,12 +130,13 @@ def make_plan(
     sizes = lead + sizes
     n, m, d, dv = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     heads = q.shape[-3] if spec.heads is None else len(spec.heads)
+    half = q.dtype != torch.float32
     settings = launch_settings(
         n=n,
         d=padded(d),
         dv=padded(dv),
         columns=spec.columns,
-        half=q.dtype != torch.float32,
+        half=half,
         terms=spec.tensors,
     )
     values: dict[str, Any] = dict.fromkeys([f"{name}_ptr" for name in (*TAILS, *VECTORS)])
@@ -160,13 +161,14 @@ def make_plan(
         "SPLIT": spec.split,
         "SCALED": spec.scaled,
         "PLAIN_SCALE": plain_scale,
-        "NATURAL": q.dtype == torch.float32,
+        "NATURAL": not half,
         "ALIGNED_ROWS": vector_rows(k) and vector_rows(v),
         "WIDE": any(reach(tensors[n]) >= 2**31 for n in TILED if n in tensors),
         "CAUSAL": causal,
         "COSINE": cosine,
         "SYMMETRIC": spec.symmetric,
         "BOUNDED": bounded,
+        "QUICK": half and not bounded,
         "BM": settings.block_m,
         "BN": settings.block_n,
     }
@@ -204,9 +206,7 @@ def run(plan: LaunchPlan, tensors: Mapping[str, Tensor], scale: float, query_sta
         compiled[(plan.grid, 1, 1)](*values)
         return
     assert plan.settings is not None
-    plan.compiled[aligned] = kernel[(plan.grid,)](
-        *values, num_warps=plan.settings.num_warps, num_stages=plan.settings.num_stages
-    )
+    plan.compiled[aligned] = kernel[(plan.grid,)](*values, **plan.settings.options())
 
 
 def vector_rows(tensor: Tensor) -> bool:

@@ -32,6 +32,7 @@ from ..terms import (
     Term,
 )
 from .factors import balance, effective_factors, split_columns
+from .selection import Selection, with_selections
 
 #: Numbers of factor columns that kernels are compiled for.
 COLUMN_BUCKETS = (16, 32, 64, 128, 256)
@@ -122,6 +123,7 @@ def pack(bias: ScoreBias, *, half: bool, scale: float | None = None) -> PackedBi
     reason = unsupported(bias, half=half)
     if reason:
         raise UnsupportedTermError(f"the triton backend cannot add this bias: {reason}")
+    bias = for_kernel(bias, half=half)
     specs, flat = [], []
     for heads in head_groups(bias, half=half):
         spec, tensors = _pack_group(bias, heads, half, scale)
@@ -129,6 +131,18 @@ def pack(bias: ScoreBias, *, half: bool, scale: float | None = None) -> PackedBi
         flat += tensors
     # a literal and no JSON, because torch.compile must see through this, too
     return PackedBias(repr(tuple(specs)), flat)
+
+
+def for_kernel(bias: ScoreBias, *, half: bool) -> ScoreBias:
+    """The same bias in the terms that the kernel adds fastest. Reads shapes only.
+
+    In fp32 products do not run on tensor cores, and look-ups are the faster way.
+    """
+    if not half:
+        return bias
+    taken = max(_head_columns([t for t in bias.terms if _touches(t, h)], h, half)
+                for h in range(bias.num_heads))  # fmt: skip
+    return with_selections(bias, COLUMN_BUCKETS[-1] - taken)
 
 
 def unsupported(bias: ScoreBias, *, half: bool) -> str | None:
@@ -237,7 +251,9 @@ def _pack_factors(
     for term in terms:
         rank = max(term.head_ranks())
         phi_q, phi_k = effective_factors(term)
-        phi_q, phi_k = balance(phi_q[..., :rank].float(), phi_k[..., :rank].float())
+        phi_q, phi_k = phi_q[..., :rank].float(), phi_k[..., :rank].float()
+        if not isinstance(term, Selection):
+            phi_q, phi_k = balance(phi_q, phi_k)
         if scale is not None:
             phi_q = phi_q / scale_size(scale)
         count = min(splits(term, half), rank)
@@ -287,6 +303,8 @@ def pack_term(term: Term) -> dict[str, Tensor]:
             tensors[name] = tensor.to(torch.int32).contiguous()
         elif tensor.dtype == torch.float64 or name not in CASTABLE:
             tensors[name] = tensor.float()
+    if "dense" in tensors:
+        tensors["dense"] = vector_rows_of(tensors["dense"])
     for name in {"table", "lookup", "rel_h", "rel_w"} & set(tensors):
         tensors[name] = tensors[name].contiguous()  # their last dimension is read at an index
     if isinstance(term, Regions) and term.key_ids is None:
@@ -294,6 +312,25 @@ def pack_term(term: Term) -> dict[str, Tensor]:
     return tensors
 
 
+def vector_rows_of(dense: Tensor) -> Tensor:
+    """The same matrices (..., N, M) with rows that start at multiples of `ROW_STEP` numbers.
+
+    Rows of 1218 numbers would be read one or two at a time. What is broadcast stays so.
+    """
+    steps = dense.stride()[:-1]
+    if dense.stride(-1) == 1 and not any(step % ROW_STEP for step in steps):
+        return dense
+    own = dense
+    for dim, step in enumerate(steps):
+        if step == 0:
+            own = own.narrow(dim, 0, 1)
+    missing = -dense.shape[-1] % ROW_STEP
+    padded = torch.nn.functional.pad(own, (0, missing)).contiguous()
+    return padded[..., : dense.shape[-1]].expand(dense.shape)
+
+
+#: The stride, in numbers, that Triton knows to be a multiple of whole vectors.
+ROW_STEP = 16
 #: Tensors that the kernel reads in half precision, too.
 CASTABLE = frozenset({"dense", "rel_h", "rel_w"})
 #: (kind of term, field) -> name of the kernel's argument

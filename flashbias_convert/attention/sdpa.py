@@ -159,8 +159,24 @@ def _fused(
     padded = [F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v)]
     query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in padded)
     mask = _flatten_mask(mask, batch)
+    if (
+        mask is not None
+        and mask.requires_grad
+        and not any(x.requires_grad for x in (query, key, value))
+    ):
+        query = _follow(query, mask)
     out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale)
     return out[..., :dv].reshape(*batch, *out.shape[-3:-1], dv)
+
+
+def _follow(query: Tensor, mask: Tensor) -> Tensor:
+    """The same query, as one that depends on the mask.
+
+    torch's memory-efficient kernel keeps what its backward pass needs only if q, k or v ask for a
+    gradient, and fails where the mask alone does.
+    """
+    one = mask[..., :1, :1]
+    return query + torch.where(torch.zeros_like(one, dtype=torch.bool), one, 0.0)
 
 
 def _flatten_mask(mask: Tensor | None, batch: tuple[int, ...]) -> Tensor | None:

@@ -20,6 +20,7 @@ from .packing import (
     GroupSpec,
     PackedBias,
     bucket,
+    for_kernel,
     head_groups,
     pack_term,
     padded_columns,
@@ -29,16 +30,16 @@ from .packing import (
     unsupported,
 )
 
-#: Most rows or columns of an image whose axial terms have gradients in the kernel.
+#: Most rows or columns of an image whose axial terms have gradients in the fp32 kernel.
 MAX_AXIAL = 128
 
 
 def training_problem(bias: ScoreBias, *, half: bool) -> str | None:
     """Why the kernels cannot give gradients with this bias, or None if they can. Reads shapes."""
-    for term in bias.terms:
+    for term in for_kernel(bias, half=half).terms:
         if isinstance(term, Axial):
             longest = max(term.rel_h.shape[-1], term.rel_w.shape[-1])
-            if longest > MAX_AXIAL:
+            if half or longest > MAX_AXIAL:
                 return f"an axial term of {longest} rows or columns has no backward kernel"
     return unsupported(bias, half=half)
 
@@ -54,6 +55,7 @@ def pack_for_training(bias: ScoreBias, *, half: bool) -> PackedBias:
         Tensors by group of heads as in `pack`, but `phi_q` and `phi_k` of a group are fp32,
         without rounding, with the columns in front that are to be split.
     """
+    bias = for_kernel(bias, half=half)
     specs, flat = [], []
     for heads in head_groups(bias, half=half):
         spec, tensors = _pack_group(bias, heads, half)

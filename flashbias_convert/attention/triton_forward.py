@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from . import packing
+from .triton_lookup import look_up
 
 LOG2E = tl.constexpr(1.4426950408889634)
 SMALLEST_SCALE = tl.constexpr(packing.SMALLEST_SCALE)
@@ -47,6 +48,19 @@ def _tile(ptrs, in_keys, in_columns, RAGGED_KEYS: tl.constexpr, RAGGED_COLUMNS: 
         return tl.load(ptrs)
 
 
+@triton.jit
+def _weights(x, level, to_exp2, TRAINING: tl.constexpr):
+    """2**((x - level) * to_exp2); x has the dimensions of level, or one more."""
+    if len(x.shape) == 2:
+        level = level[:, None]
+    if TRAINING:
+        # the backward pass takes the same differences, and rounds them alike
+        return tl.exp2((x - level) * to_exp2)
+    else:
+        # one fused multiply-add each: only the difference is rounded
+        return tl.exp2(x * to_exp2 - level * to_exp2)
+
+
 @triton.jit(do_not_specialize=["query_start"])
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr,
@@ -74,8 +88,16 @@ def attention_kernel(
     PLAIN_SCALE: tl.constexpr, NATURAL: tl.constexpr, ALIGNED_ROWS: tl.constexpr,
     WIDE: tl.constexpr,
     CAUSAL: tl.constexpr, COSINE: tl.constexpr, SYMMETRIC: tl.constexpr, BOUNDED: tl.constexpr,
+    QUICK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
+    # Quick steps: the level that they start from at least, and sums of weights that tell that it
+    # was right, all in units of the level. fp16 weights overflow, and are coarse below 2**-14.
+    HALF: tl.constexpr = o_ptr.dtype.element_ty == tl.float16
+    LOWEST_LEVEL: tl.constexpr = -4.0 if HALF else -24.0
+    LEAST_SUM: tl.constexpr = 0.5 if HALF else 2.0**-20
+    LARGEST_SUM: tl.constexpr = 2.0**15 if HALF else 2.0**60
+
     # which tile: query blocks fastest, so that programs side by side share k and v
     blocks = tl.cdiv(N, BM)
     pid = tl.program_id(0)
@@ -147,7 +169,6 @@ def attention_kernel(
                 is_low = (offs_c < 3 * SPLIT) & (offs_c % 3 == 2)
                 low = (wide_q - phi_q.to(tl.float32)).to(phi_q.dtype)
                 phi_q = tl.where(is_low[None, :], low, phi_q)
-        phi_k_ptr = _at(phi_k_ptr, phi_k_strides, b0, b1, b2) + g.to(tl.int64) * phi_k_strides[3]
 
     # what the elementwise terms need of the rows
     if key_bias_ptr is not None:
@@ -222,6 +243,8 @@ def attention_kernel(
     k_ptrs = k_ptr + near_n[None, :] * k_strides[4] + near_d[:, None] * k_strides[5]
     v_ptrs = v_ptr + near_n[:, None] * v_strides[4] + near_dv[None, :] * v_strides[5]
     if COLUMNS > 0:
+        phi_k_ptr = _at(phi_k_ptr, phi_k_strides, b0, b1, b2)
+        phi_k_ptr += g.to(tl.int64) * phi_k_strides[3]
         phi_k_ptrs = phi_k_ptr + near_n[None, :] * phi_k_strides[4] + offs_c[:, None]
     if lookup_ptr is not None:
         lookup_code_ptrs = lookup_code_ptr[:, None] + near_n[None, :] * lookup_code_strides[4]
@@ -229,133 +252,159 @@ def attention_kernel(
         dense_ptrs = dense_ptr[:, None] + near_n[None, :] * dense_strides[5]
 
     to_exp2 = LOG2E if NATURAL else size * LOG2E
+    # Tiles that need a mask come first: with causal attention a query's own key is among them. The
+    # largest scores seen there are the level of quick steps, which look for no larger ones; whether
+    # that was right shows in the sums, and a block where it was not is computed once more.
+    first, quick_end = full, full
+    if QUICK:
+        first = tl.where(full == end, tl.maximum(end - BN, 0), full)
+        quick_end = first
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BLOCK_DV], tl.float32)
+    again = True
+    while again:
+        for MASKED in tl.static_range(1, -1, -1):
+            lower = first if MASKED else 0
+            upper = end if MASKED else quick_end
+            if QUICK and not MASKED:
+                # a level so low that usual scores would overflow is raised
+                lowest = tl.where(quick_end > 0, LOWEST_LEVEL / to_exp2, float("-inf"))
+                raised = tl.maximum(top, lowest)
+                shrink = tl.where(top == raised, 1.0, tl.exp2((top - raised) * to_exp2))
+                total, acc, top = total * shrink, acc * shrink[:, None], raised
+            for s in tl.range(lower, upper, BN):
+                # 64 bits where an offset may need them; they cost a little in every step
+                far = tl.cast(s, tl.int64) if WIDE else s
+                offs_k = s + offs_n
+                in_keys = offs_k < M
+                # vectors over keys are read at a valid key; scores of the others are masked below
+                safe_k = tl.minimum(offs_k, M - 1) if MASKED else offs_k
+                safe_k = safe_k.to(tl.int64)
 
-    # two passes over one loop body: whole tiles without a mask, then the ragged and causal ones
-    for MASKED in tl.static_range(2):
-        lower = full if MASKED else 0
-        upper = end if MASKED else full
-        for s in tl.range(lower, upper, BN):
-            # 64 bits where an offset may need them; they cost a little in every step
-            far = tl.cast(s, tl.int64) if WIDE else s
-            offs_k = s + offs_n
-            in_keys = offs_k < M
-            # vectors over keys are read at a valid key; the scores of the others are masked below
-            safe_k = tl.minimum(offs_k, M - 1) if MASKED else offs_k
-            safe_k = safe_k.to(tl.int64)
-
-            k = _tile(
-                k_ptrs + far * k_strides[4],
-                in_keys[None, :],
-                offs_d[:, None] < D,
-                MASKED,
-                D < BLOCK_D,
-            )  # (BLOCK_D, BN)
-            x = tl.dot(q, k, input_precision="ieee")
-            if NATURAL:
-                x = x * size
-            if COLUMNS > 0:
-                phi_k = _tile(
-                    phi_k_ptrs + far * phi_k_strides[4], in_keys[None, :], None, MASKED, False
-                )  # (COLUMNS, BN)
-                x = tl.dot(phi_q, phi_k, x, input_precision="ieee")
-
-            if key_bias_ptr is not None:
-                key = tl.load(key_bias_ptr + safe_k * key_bias_strides[4]) * per_size
-                if key_bias_rows_ptr is not None:
-                    x += key_bias_row[:, None] * key[None, :]
-                else:
-                    x += key[None, :]
-            if slopes_ptr is not None:
-                where = offs_k
-                if pos_k_ptr is not None:
-                    where = tl.load(pos_k_ptr + safe_k * pos_k_strides[3])
-                # integers up to here; their differences are exact in fp32 up to 2**24
-                distance = (where - origin).to(tl.float32)
-                if SYMMETRIC:
-                    x -= row_slope[:, None] * tl.abs(distance[None, :] - position[:, None])
-                elif alibi_rows_ptr is not None:
-                    x += row_slope[:, None] * (distance[None, :] - position[:, None])
-                else:
-                    # softmax ignores what is constant along a row, so only keys are counted, from
-                    # the first query of the block on: near the block they are few, and exact
-                    x += (slope * per_size * distance)[None, :]
-            if table_ptr is not None:
-                key_code = tl.load(codes_k_ptr + safe_k)
-                entry = tl.load(table_ptr + (code[:, None] + key_code[None, :]))
-                if table_rows_ptr is not None:
-                    x += entry * (table_row * per_size)[:, None]
-                else:
-                    x += entry * per_size
-            if ids_ptr is not None:
-                key_region = tl.load(key_ids_ptr + safe_k * key_ids_strides[3])
-                same = region[:, None] == key_region[None, :]
-                x = tl.where(same, x, x + region_row[:, None])
-            if dense_ptr is not None:
-                cell = _tile(
-                    dense_ptrs + far * dense_strides[5], in_keys[None, :], None, MASKED, False
-                )  # (BM, BN)
-                if dense_rows_ptr is not None:
-                    x += cell.to(tl.float32) * (dense_row * per_size)[:, None]
-                else:
-                    x += cell.to(tl.float32) * per_size
-
-            if diagonal_ptr is not None:
-                meets = offs_k[None, :] == own_key[:, None]
-                x += tl.where(meets, diagonal_row[:, None], 0.0)
-            if lookup_ptr is not None:
-                code_tile = _tile(
-                    lookup_code_ptrs + far * lookup_code_strides[4],
+                k = _tile(
+                    k_ptrs + far * k_strides[4],
                     in_keys[None, :],
-                    None,
+                    offs_d[:, None] < D,
                     MASKED,
-                    False,
-                )  # (BM, BN)
-                x += tl.load(lookup_ptr + code_tile) * lookup_row[:, None]
-            if rel_h_ptr is not None:
-                key_y = tl.load(axial_y_ptr + safe_k)
-                key_x = tl.load(axial_x_ptr + safe_k)
-                both = tl.load(rel_h_ptr[:, None] + key_y[None, :]).to(tl.float32)
-                both += tl.load(rel_w_ptr[:, None] + key_x[None, :]).to(tl.float32)
-                x += both * axial_row[:, None]
+                    D < BLOCK_D,
+                )  # (BLOCK_D, BN)
+                x = tl.dot(q, k, input_precision="ieee")
+                if NATURAL:
+                    x = x * size
+                if COLUMNS > 0:
+                    phi_k = _tile(
+                        phi_k_ptrs + far * phi_k_strides[4],
+                        in_keys[None, :],
+                        None,
+                        MASKED,
+                        False,
+                    )  # (COLUMNS, BN)
+                    x = tl.dot(phi_q, phi_k, x, input_precision="ieee")
 
-            if MASKED:
-                x = tl.where(in_keys[None, :], x, float("-inf"))
-                if CAUSAL:
-                    x = tl.where(offs_k[None, :] <= start + offs_m[:, None], x, float("-inf"))
-            if key_mask_ptr is not None:
-                visible = tl.load(key_mask_ptr + safe_k * key_mask_strides[3])
-                x = tl.where(visible[None, :] != 0, x, float("-inf"))
+                if key_bias_ptr is not None:
+                    key = tl.load(key_bias_ptr + safe_k * key_bias_strides[4]) * per_size
+                    if key_bias_rows_ptr is not None:
+                        x += key_bias_row[:, None] * key[None, :]
+                    else:
+                        x += key[None, :]
+                if slopes_ptr is not None:
+                    where = offs_k
+                    if pos_k_ptr is not None:
+                        where = tl.load(pos_k_ptr + safe_k * pos_k_strides[3])
+                    # integers up to here; their differences are exact in fp32 up to 2**24
+                    distance = (where - origin).to(tl.float32)
+                    if SYMMETRIC:
+                        x -= row_slope[:, None] * tl.abs(distance[None, :] - position[:, None])
+                    elif alibi_rows_ptr is not None:
+                        x += row_slope[:, None] * (distance[None, :] - position[:, None])
+                    else:
+                        # softmax ignores what is constant along a row, so only keys are counted,
+                        # from the first query of the block on: near it they are few, and exact
+                        x += (slope * per_size * distance)[None, :]
+                if table_ptr is not None:
+                    key_code = tl.load(codes_k_ptr + safe_k)
+                    entry = look_up(table_ptr, code[:, None] + key_code[None, :])
+                    if table_rows_ptr is not None:
+                        x += entry * (table_row * per_size)[:, None]
+                    else:
+                        x += entry * per_size
+                if ids_ptr is not None:
+                    key_region = tl.load(key_ids_ptr + safe_k * key_ids_strides[3])
+                    same = region[:, None] == key_region[None, :]
+                    x = tl.where(same, x, x + region_row[:, None])
+                if dense_ptr is not None:
+                    cell = _tile(
+                        dense_ptrs + far * dense_strides[5], in_keys[None, :], None, MASKED, False
+                    )  # (BM, BN)
+                    if dense_rows_ptr is not None:
+                        x += cell.to(tl.float32) * (dense_row * per_size)[:, None]
+                    else:
+                        x += cell.to(tl.float32) * per_size
 
-            if BOUNDED:
-                # no exponential can overflow, so there is no need to follow the largest score
-                p = tl.exp2(x * to_exp2)
-                total += tl.sum(p, 1)
-            else:
-                new_top = tl.maximum(top, tl.max(x, 1))
-                # where nothing is visible yet, -inf - -inf would be NaN
-                level = tl.where(new_top == float("-inf"), 0.0, new_top)
-                if lse_ptr is None:
-                    # one fused multiply-add each: only the difference is rounded
-                    p = tl.exp2(x * to_exp2 - (level * to_exp2)[:, None])
-                    shrink = tl.exp2(top * to_exp2 - level * to_exp2)
+                if diagonal_ptr is not None:
+                    meets = offs_k[None, :] == own_key[:, None]
+                    x += tl.where(meets, diagonal_row[:, None], 0.0)
+                if lookup_ptr is not None:
+                    code_tile = _tile(
+                        lookup_code_ptrs + far * lookup_code_strides[4],
+                        in_keys[None, :],
+                        None,
+                        MASKED,
+                        False,
+                    )  # (BM, BN)
+                    x += look_up(lookup_ptr, code_tile) * lookup_row[:, None]
+                if rel_h_ptr is not None:
+                    key_y = tl.load(axial_y_ptr + safe_k)
+                    key_x = tl.load(axial_x_ptr + safe_k)
+                    both = tl.load(rel_h_ptr[:, None] + key_y[None, :]).to(tl.float32)
+                    both += tl.load(rel_w_ptr[:, None] + key_x[None, :]).to(tl.float32)
+                    x += both * axial_row[:, None]
+
+                if MASKED:
+                    x = tl.where(in_keys[None, :], x, float("-inf"))
+                    if CAUSAL:
+                        x = tl.where(offs_k[None, :] <= start + offs_m[:, None], x, float("-inf"))
+                if key_mask_ptr is not None:
+                    visible = tl.load(key_mask_ptr + safe_k * key_mask_strides[3])
+                    x = tl.where(visible[None, :] != 0, x, float("-inf"))
+
+                if BOUNDED:
+                    # no exponential can overflow, so there is no need to follow the largest score
+                    p = tl.exp2(x * to_exp2)
+                    total += tl.sum(p, 1)
+                elif MASKED or not QUICK:
+                    new_top = tl.maximum(top, tl.max(x, 1))
+                    # where nothing is visible yet, -inf - -inf would be NaN
+                    level = tl.where(new_top == float("-inf"), 0.0, new_top)
+                    p = _weights(x, level, to_exp2, lse_ptr is not None)
+                    shrink = _weights(top, level, to_exp2, lse_ptr is not None)
+                    total = total * shrink + tl.sum(p, 1)
+                    acc = acc * shrink[:, None]
+                    top = new_top
                 else:
-                    # the backward pass takes the same differences, and rounds them alike
-                    p = tl.exp2((x - level[:, None]) * to_exp2)
-                    shrink = tl.exp2((top - level) * to_exp2)
-                total = total * shrink + tl.sum(p, 1)
-                acc = acc * shrink[:, None]
-                top = new_top
-            v = _tile(
-                v_ptrs + far * v_strides[4],
-                in_keys[:, None],
-                offs_dv[None, :] < DV,
-                MASKED,
-                DV < BLOCK_DV,
-            )  # (BN, BLOCK_DV)
-            acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+                    p = _weights(x, top, to_exp2, lse_ptr is not None)
+                    total += tl.sum(p, 1)
+                v = _tile(
+                    v_ptrs + far * v_strides[4],
+                    in_keys[:, None],
+                    offs_dv[None, :] < DV,
+                    MASKED,
+                    DV < BLOCK_DV,
+                )  # (BN, BLOCK_DV)
+                acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+        again = False
+        if QUICK:
+            # `acc` can overflow where values are huge, too
+            finite = tl.sum(tl.abs(acc), 1) < float("inf")
+            usual = (total >= LEAST_SUM) & (total <= LARGEST_SUM) & finite
+            unusual = in_rows & (usual == 0)
+            again = (tl.max(unusual.to(tl.int32), 0) > 0) & (quick_end > 0)
+            if again:
+                first, quick_end = 0, 0
+                top = tl.full([BM], float("-inf"), tl.float32)
+                total = tl.zeros([BM], tl.float32)
+                acc = tl.zeros([BM, BLOCK_DV], tl.float32)
 
     # a row without any visible key gives zeros
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -15,12 +15,19 @@ class LaunchSettings:
         block_n: keys per step.
         num_warps: warps per program.
         num_stages: depth of the software pipeline.
+        max_registers: registers per thread, so that several programs share a multiprocessor.
     """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
+
+    def options(self) -> dict[str, int]:
+        """What Triton is told of them."""
+        found = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return found if self.max_registers is None else found | {"maxnreg": self.max_registers}
 
 
 def launch_settings(
@@ -45,15 +52,29 @@ def launch_settings(
     if not half:
         return LaunchSettings(32 if width <= 64 else 16, 32, 4, 2)
     if n <= 16:
-        return LaunchSettings(16, 64, 4, 2)
+        return LaunchSettings(16, 64, 4, 3)
+    if columns > 64:
+        if width <= 64 and n > 64:
+            return LaunchSettings(128, 64, 8, 2, 128)
+        return LaunchSettings(64, 32, 4, 2)
     if width <= 32:
-        narrow = columns > 32 or "dense" in terms
-        return LaunchSettings(64, 32 if narrow else 64, 4, 3)
-    if width <= 64 and columns <= 64:
-        return LaunchSettings(128 if n > 64 else 64, 64, 4, 3)
-    if width <= 128 and columns <= 64:
-        return LaunchSettings(64, 64, 4, 2)
+        return _narrow_heads(n, width, columns, terms)
+    if width <= 64:
+        return LaunchSettings(128, 64, 8, 3, 128) if n > 64 else LaunchSettings(64, 64, 4, 3, 128)
+    if width <= 128:
+        return LaunchSettings(128, 64, 8, 3) if n > 64 else LaunchSettings(64, 64, 4, 2)
     return LaunchSettings(64, 32, 4, 2)
+
+
+def _narrow_heads(n: int, width: int, columns: int, terms: Collection[str]) -> LaunchSettings:
+    """Heads of at most 32 numbers, where little is computed for each score."""
+    # twice the rows per program halve the reads of keys, unless the last block is nearly empty
+    tall = width > 16 and -(-n // 128) * 128 <= 1.05 * (-(-n // 64) * 64)
+    if columns > 32:
+        return LaunchSettings(64, 32, 4, 3, 96)
+    if tall or "ids" in terms:
+        return LaunchSettings(128, 64, 4, 3, 168)
+    return LaunchSettings(64, 64, 4, 3, 96)
 
 
 def backward_settings(kernel: str, *, d: int, dv: int, columns: int, half: bool) -> LaunchSettings:

@@ -39,6 +39,7 @@ HOPPER = GPUTarget("cuda", 90, 32)
 HOPPER_SHARED_BYTES = 227 * 1024
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+NVDISASM = CUOBJDUMP.with_name("nvdisasm")
 
 
 class _AbsentCard:
@@ -83,6 +84,32 @@ class Compiled:
         found = re.findall(r"STACK:(\d+)", usage)
         assert len(found) == 1, f"unexpected answer of cuobjdump: {usage}"
         return int(found[0])
+
+    def spills_in_loops(self, folder: Path) -> int:
+        """Accesses of local memory in innermost loops. Needs nvdisasm; writes to `folder`."""
+        file = folder / "kernel.cubin"
+        file.write_bytes(self.cubin)
+        command = [str(NVDISASM), "-c", str(file)]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return sum(_spills(body) for body in _innermost_loops(text.splitlines()))
+
+
+def _spills(lines: list[str]) -> int:
+    return sum(" LDL" in line or " STL" in line for line in lines)
+
+
+def _innermost_loops(lines: list[str]) -> list[list[str]]:
+    """Stretches of disassembly between a label and a branch back to it, without others inside."""
+    labels, loops = {}, []
+    for i, line in enumerate(lines):
+        if found := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[found[1]] = i
+        found = re.search(r"BRA.*`\((\.L_x_\d+)\)", line)
+        if found and found[1] in labels:
+            loops.append((labels[found[1]], i))
+    assert loops, "no loop in the disassembly"
+    inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    return [lines[first : last + 1] for first, last in inner]
 
 
 def compile_attention(

@@ -169,13 +169,13 @@ def test_normalising_rows_compiles(dtype: torch.dtype, d: int) -> None:
     assert compiled.shared < HOPPER_SHARED_BYTES
 
 
-#: Kernels of common models; each must keep its numbers in registers.
+#: Kernels of common models whose inner loop must keep its numbers in registers. Those that add
+#: tiles of numbers are not among them: there a few spills for one more program per multiprocessor
+#: are the faster bargain (`scripts/results/tuning.csv`).
 COMMON = {
     "windows-rank16": Variant(
         FP16, 64, 32, lambda x: [x.low_rank(16, split=0), x.regions()], {}, ("cosine",)
     ),
-    "windows-table": Variant(FP16, 144, 32, lambda x: [x.table(), x.regions()], {}, ("cosine",)),
-    "windows-dense": Variant(BF16, 576, 32, lambda x: [x.dense()], {}, ("cosine",)),
     "long-alibi": Variant(BF16, 1024, 64, lambda x: [x.alibi()], {}, ("causal",)),
     "long-rank16": Variant(FP16, 1024, 64, lambda x: [x.low_rank(16, split=0)]),
     "head-size-80": Variant(BF16, 1024, 80, lambda x: [x.low_rank(16, split=0)]),
@@ -184,9 +184,9 @@ COMMON = {
 
 @pytest.mark.skipif(not CUOBJDUMP.exists(), reason="cuobjdump is not there")
 @pytest.mark.parametrize("name", COMMON)
-def test_common_kernels_fit_registers(name: str, tmp_path: Path) -> None:
+def test_common_kernels_fit_registers_where_time_is_spent(name: str, tmp_path: Path) -> None:
     for compiled in COMMON[name].compile():
-        assert compiled.stack_bytes(tmp_path) == 0
+        assert compiled.spills_in_loops(tmp_path) == 0
 
 
 @pytest.mark.parametrize("d", [40, 72])

@@ -1,0 +1,54 @@
+"""Axial terms as factors: the columns of the keys select entries of the queries' rows.
+
+rel_h[i, y[j]] + rel_w[i, x[j]] is the product of the row (rel_h[i], rel_w[i]) with two ones in the
+row of key j. Nothing is approximated, and tensor cores add it faster than entries are looked up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..terms import Axial, LowRank, ScoreBias, Term
+
+#: What stands for one in the columns of keys. Entries of queries are divided by it, so that fp16
+#: holds those that are large, too; a power of two, so nothing is rounded.
+ONE = 64.0
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Selection(LowRank):
+    """Factors whose phi_k holds `ONE` and zero only, so that they need no balance and no parts."""
+
+
+def with_selections(bias: ScoreBias, most: int) -> ScoreBias:
+    """The same bias with those axial terms as factors that have at most `most` columns.
+
+    Args:
+        bias: the terms.
+        most: columns that the kernel can still take beside the factors of all other terms.
+    """
+    if not any(isinstance(term, Axial) for term in bias.terms):
+        return bias
+    return dataclasses.replace(bias, terms=tuple(_selection(t, most) for t in bias.terms))
+
+
+def _selection(term: Term, most: int) -> Term:
+    if not isinstance(term, Axial) or term.rel_h.shape[-1] + term.rel_w.shape[-1] > most:
+        return term
+    parts = [term.rel_h, term.rel_w]
+    lead = torch.broadcast_shapes(*(p.shape[:-1] for p in parts))
+    phi_q = torch.cat([p.expand(*lead, p.shape[-1]) for p in parts], -1)
+    if term.row_scale is not None:
+        phi_q = phi_q * term.row_scale[..., None]
+    phi_k = torch.cat([_ones_at(term.y, parts[0]), _ones_at(term.x, parts[1])], -1)
+    return Selection(phi_q=phi_q / ONE, phi_k=phi_k[None], split=0, heads=term.heads)
+
+
+def _ones_at(coordinates: Tensor, rows: Tensor) -> Tensor:
+    """(M, columns): `ONE` at each key's coordinate."""
+    columns = torch.arange(rows.shape[-1], device=coordinates.device)
+    return torch.where(coordinates[:, None] == columns, ONE, 0.0)

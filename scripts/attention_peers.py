@@ -1,0 +1,168 @@
+"""Ways to compute one attention call, ours and everybody else's, for the benchmark scripts."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from attention_shapes import Shape
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flashbias_convert import Alibi, LowRank, RelativeTable, ScoreBias
+from flashbias_convert.attention import PreparedBias, flashbias_attention
+from flashbias_convert.attention.arguments import check_arguments
+from flashbias_convert.benchmark.calls import AttentionCall
+from flashbias_convert.benchmark.peers import (
+    Flex,
+    block_mask,
+    dense_mask,
+    flex_attention,
+    sdpa_attention,
+)
+
+#: what a function of nothing returns is (*batch, H, N, Dv)
+Call = Callable[[], Tensor]
+NO_BIAS = (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION))
+DENSE = (("efficient", SDPBackend.EFFICIENT_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION))
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One way.
+
+    Attributes:
+        name: as printed.
+        make: builds what can be built before the clock runs, and gives the call.
+        has_bias: whether the result has the bias in it.
+    """
+
+    name: str
+    make: Callable[[], Call]
+    has_bias: bool = True
+
+
+def peers(shape: Shape, q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias | None,
+          kernel: ModuleType | None = None) -> Iterator[Peer]:  # fmt: skip
+    """All peers that can compute a shape; q, k and v are (*batch, H, N, D)."""
+    call = _call(shape, q, k, v, bias)
+    prepared = None if bias is None else PreparedBias(bias)
+    yield Peer("ours", lambda: _ours("triton", shape, q, k, v, prepared))
+    yield Peer("ours, sdpa path", lambda: _ours("sdpa", shape, q, k, v, prepared))
+    for name, backend in NO_BIAS:
+        yield Peer(f"{name}, no bias", lambda b=backend: _sdpa(call, b, None), bias is None)
+    if bias is None:
+        return
+    for name, backend in DENSE:
+        yield Peer(f"{name}, dense", lambda b=backend: _sdpa(call, b, dense_mask(call)))
+    yield Peer("flex, dense", lambda: _flex_dense(call))
+    if len(bias.terms) == 1 and isinstance(bias.terms[0], (Alibi, RelativeTable)):
+        yield Peer("flex, closed form", lambda: _flex_closed(call, bias.terms[0]))
+    if kernel is not None and not shape.options and len(shape.batch) == 1:
+        yield Peer(kernel.__name__, lambda: _foreign(kernel, q, k, v, bias))
+    if importlib.util.find_spec("flash_attn") and isinstance(bias.terms[0], Alibi):
+        yield Peer("flash-attn, alibi", lambda: _flash_attn(call, bias.terms[0]))
+
+
+def load_kernel(path: Path) -> ModuleType:
+    """A module from a file; it defines attn(q, k, v, pq, pk) with factors in base 2."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _call(shape: Shape, q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias | None) -> AttentionCall:
+    options: dict[str, Any] = {
+        "scale": None, "causal": False, "query_start": None, "key_mask": None, "cosine": False
+    }  # fmt: skip
+    args = check_arguments(q, k, v, **{**options, **shape.options})
+    return AttentionCall(q, k, v, bias or ScoreBias((), q.shape[-3]), args)
+
+
+def _ours(backend: str, shape: Shape, q: Tensor, k: Tensor, v: Tensor, bias: Any) -> Call:
+    return lambda: flashbias_attention(q, k, v, bias, backend=backend, **shape.options)
+
+
+def _sdpa(call: AttentionCall, backend: SDPBackend, mask: Tensor | None) -> Call:
+    attend = sdpa_attention(call, mask)
+
+    def run() -> Tensor:
+        with sdpa_kernel(backend):
+            return attend(call.q, call.k, call.v)
+
+    return run
+
+
+@cache
+def _flex() -> Flex:
+    return Flex()
+
+
+def _flex_dense(call: AttentionCall) -> Call:
+    attend = flex_attention(call, dense_mask(call, with_causal=False), _flex())
+    return lambda: attend(call.q, call.k, call.v)
+
+
+def _flex_closed(call: AttentionCall, term: Alibi | RelativeTable) -> Call:
+    """FlexAttention with the formula of the term in its score_mod; nothing is (N, M)."""
+    from torch.nn.attention.flex_attention import flex_attention as flex
+
+    blocks = block_mask(call)
+    q, k, v = (x.flatten(0, -4) for x in (call.q, call.k, call.v))
+    start = call.args.query_start
+    scale = call.args.scale
+
+    def alibi(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        assert isinstance(term, Alibi)
+        return score + term.slopes[h] * (j - i - start)
+
+    def table(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        assert isinstance(term, RelativeTable)
+        return score + term.table[h, term.u[i] + term.v[j]]
+
+    def normal(x: Tensor) -> Tensor:
+        return torch.nn.functional.normalize(x, dim=-1) if call.args.cosine else x
+
+    compiled = torch.compile(flex, dynamic=False)
+    normal = torch.compile(normal, dynamic=False) if call.args.cosine else normal
+    score_mod = alibi if isinstance(term, Alibi) else table
+
+    def run() -> Tensor:
+        out = compiled(normal(q), normal(k), v, score_mod, block_mask=blocks, scale=scale)
+        return out.reshape(*call.batch, *out.shape[-3:])
+
+    return run
+
+
+def _foreign(kernel: ModuleType, q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias) -> Call:
+    """A kernel given by the user: fp16 factors, phi_q already times log2(e)."""
+    (term,) = bias.terms
+    if not isinstance(term, LowRank):
+        raise ValueError("the kernel adds low-rank biases only")
+    pq = (term.phi_q * math.log2(math.e)).half()[None]
+    pk = term.phi_k.half()[None]
+    return lambda: kernel.attn(q, k, v, pq, pk)
+
+
+def _flash_attn(call: AttentionCall, term: Alibi) -> Call:
+    from flash_attn import flash_attn_func  # type: ignore[import-not-found]
+
+    q, k, v = (x.flatten(0, -4).transpose(1, 2) for x in (call.q, call.k, call.v))
+    slopes = term.slopes.float()
+
+    def run() -> Tensor:
+        out = flash_attn_func(
+            q, k, v, softmax_scale=call.args.scale, causal=call.args.causal, alibi_slopes=slopes
+        )
+        return out.transpose(1, 2).reshape(*call.batch, *out.transpose(1, 2).shape[-3:])
+
+    return run
