@@ -95,4 +95,6 @@ def backward_settings(kernel: str, *, d: int, dv: int, columns: int, half: bool)
     if width <= 64 and columns <= 32:
         return LaunchSettings(64, 64, 4, 2)
     # 64 rows of what is accumulated are the fewest of a wide tensor-core instruction
-    return LaunchSettings(32, 64, 4, 2) if kernel == "keys" else LaunchSettings(64, 32, 4, 2)
+    if kernel == "keys":
+        return LaunchSettings(32, 64, 4, 1 if columns > 32 else 2)
+    return LaunchSettings(64, 32, 4, 2)

@@ -38,8 +38,7 @@ HOPPER = GPUTarget("cuda", 90, 32)
 #: Shared memory that one program may use there.
 HOPPER_SHARED_BYTES = 227 * 1024
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-NVDISASM = CUOBJDUMP.with_name("nvdisasm")
+NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 
 
 class _AbsentCard:
@@ -74,16 +73,6 @@ class Compiled:
     shared: int
     ptx: str = field(repr=False)
     cubin: bytes = field(repr=False)
-
-    def stack_bytes(self, folder: Path) -> int:
-        """Bytes per thread that do not fit registers. Needs cuobjdump; writes to `folder`."""
-        file = folder / "kernel.cubin"
-        file.write_bytes(self.cubin)
-        command = [str(CUOBJDUMP), "-res-usage", str(file)]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        found = re.findall(r"STACK:(\d+)", usage)
-        assert len(found) == 1, f"unexpected answer of cuobjdump: {usage}"
-        return int(found[0])
 
     def spills_in_loops(self, folder: Path) -> int:
         """Accesses of local memory in innermost loops. Needs nvdisasm; writes to `folder`."""

@@ -20,7 +20,7 @@ if INTERPRETED:
     pytest.skip("Triton's interpreter does not compile", allow_module_level=True)
 
 from .ahead_of_time import (  # noqa: E402
-    CUOBJDUMP,
+    NVDISASM,
     HOPPER_SHARED_BYTES,
     Compiled,
     compile_training,
@@ -39,7 +39,7 @@ class Variant:
         terms: builds the terms of the bias, all of which ask for gradients.
         kernels: the backward kernels that must be there.
         options: arguments of the call.
-        in_registers: whether no number may spill.
+        in_registers: whether no number may spill in an inner loop.
         forward: compile the forward kernel that keeps sums of rows, too.
     """
 
@@ -104,8 +104,8 @@ def test_backward_kernels_compile(name: str, tmp_path: Path) -> None:
     assert {c.name for c in compiled} >= {f"{kernel}_kernel" for kernel in variant.kernels}
     for each in compiled:
         assert each.shared < HOPPER_SHARED_BYTES
-        if variant.in_registers and CUOBJDUMP.exists():
-            assert each.stack_bytes(tmp_path) == 0, each.name
+        if variant.in_registers and NVDISASM.exists():
+            assert each.spills_in_loops(tmp_path) == 0, each.name
         if variant.dtype != FP32 and each.name in (
             "query_gradients_kernel",
             "key_gradients_kernel",

@@ -25,7 +25,7 @@ if INTERPRETED:
     pytest.skip("Triton's interpreter does not compile", allow_module_level=True)
 
 from .ahead_of_time import (  # noqa: E402
-    CUOBJDUMP,
+    NVDISASM,
     HOPPER_SHARED_BYTES,
     Compiled,
     compile_attention,
@@ -182,7 +182,7 @@ COMMON = {
 }
 
 
-@pytest.mark.skipif(not CUOBJDUMP.exists(), reason="cuobjdump is not there")
+@pytest.mark.skipif(not NVDISASM.exists(), reason="nvdisasm is not there")
 @pytest.mark.parametrize("name", COMMON)
 def test_common_kernels_fit_registers_where_time_is_spent(name: str, tmp_path: Path) -> None:
     for compiled in COMMON[name].compile():
