@@ -25,8 +25,8 @@ if INTERPRETED:
     pytest.skip("Triton's interpreter does not compile", allow_module_level=True)
 
 from .ahead_of_time import (  # noqa: E402
-    NVDISASM,
     HOPPER_SHARED_BYTES,
+    NVDISASM,
     Compiled,
     compile_attention,
     compile_normalize_rows,
