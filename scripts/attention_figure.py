@@ -37,6 +37,7 @@ def draw(file: Path) -> None:
     for i, (peer, colour) in enumerate(COLOURS.items()):
         where = [y + (i + 0.5) * height - 0.4 for y in range(len(shapes))]
         ratio = [times.get((s, peer), float("nan")) / times[s, "ours"] for s in shapes]
+        axes.margins(y=0.01)
         axes.barh(where, ratio, height, color=colour, label=peer)
         for y, value in zip(where, ratio, strict=True):
             if value == value:
@@ -49,7 +50,9 @@ def draw(file: Path) -> None:
     axes.set_xticks([0.5, 1, 2, 4, 8, 16], ["0.5", "1", "2", "4", "8", "16"])
     axes.set_xlabel("time of the peer over ours (right of the line: ours is faster)")
     axes.set_title(f"Attention with a bias, forward, bf16, {rows[0]['card']}")
-    axes.legend(fontsize=7, loc="lower right")
+    figure.legend(
+        *axes.get_legend_handles_labels(), fontsize=7, loc="outside lower center", ncols=6
+    )
     figure.savefig(file.with_suffix(".png"), dpi=130)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,38 +118,48 @@ def row(peer: Peer, shape: Shape, q: Tensor, k: Tensor, v: Tensor, bias: ScoreBi
         return found | {"state": text}
 
 
-def main() -> None:
-    """Time every peer on every shape; print and write a table and a picture."""
+def bench_shape(name: str, kernel_file: Path | None, output: Path) -> None:
+    """Measure all peers on one shape; append rows to `output`."""
     import triton
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kernel", type=Path, help="a Python file with attn(q, k, v, pq, pk)")
-    parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
-    parser.add_argument("--output", type=Path, default=ROOT / "scripts/results/bench_attention.csv")
-    options = parser.parse_args()
-    kernel = None if options.kernel is None else load_kernel(options.kernel)
+    kernel = None if kernel_file is None else load_kernel(kernel_file)
     machine = {
         "card": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
     }
+    shape = SHAPES[name]
+    torch.manual_seed(0)
+    q, k, v = shape.inputs(torch.bfloat16, DEVICE)
+    bias = None if shape.bias is None else shape.bias(shape, DEVICE)
+    with output.open("a", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        for peer in peers(shape, q, k, v, bias, kernel):
+            found = {"shape": name, **row(peer, shape, q, k, v, bias), **machine}
+            writer.writerow(found)
+            file.flush()
+            shown = [found.get(x, "-") for x in ("median_ms", "call_ms", "peak_mib", "error")]
+            print(f"{name:30s} {peer.name:20s}", *shown, found["state"], flush=True)
+            torch.cuda.empty_cache()
+
+
+def main() -> None:
+    """Time every peer on every shape; print and write a table and a picture."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kernel", type=Path, help="a Python file with attn(q, k, v, pq, pk)")
+    parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
+    parser.add_argument("--output", type=Path, default=ROOT / "scripts/results/bench_attention.csv")
+    options = parser.parse_args()
     options.output.parent.mkdir(parents=True, exist_ok=True)
     with options.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        for name in options.shapes:
-            shape = SHAPES[name]
-            torch.manual_seed(0)
-            torch._dynamo.reset()
-            q, k, v = shape.inputs(torch.bfloat16, DEVICE)
-            bias = None if shape.bias is None else shape.bias(shape, DEVICE)
-            for peer in peers(shape, q, k, v, bias, kernel):
-                found = {"shape": name, **row(peer, shape, q, k, v, bias), **machine}
-                writer.writerow(found)
-                file.flush()
-                shown = [found.get(x, "-") for x in ("median_ms", "call_ms", "peak_mib", "error")]
-                print(f"{name:30s} {peer.name:20s}", *shown, found["state"], flush=True)
-                torch.cuda.empty_cache()
+        csv.DictWriter(file, FIELDS).writeheader()
+    for name in options.shapes:
+        # a process each: what a peer does to its card must not reach the next shape
+        own = multiprocessing.get_context("spawn").Process(
+            target=bench_shape, args=(name, options.kernel, options.output)
+        )
+        own.start()
+        own.join()
     draw(options.output)
 
 
