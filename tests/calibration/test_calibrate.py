@@ -87,6 +87,16 @@ def test_no_inputs() -> None:
         calibrate_model(make(), [], recipes=[TOY])
 
 
+def test_a_split_tensor_is_no_call_and_its_parts_as_a_list_are_calls() -> None:
+    pieces = make_input().split(1)
+    with pytest.raises(UsageError, match=r"pass list\(pieces\)"):
+        calibrate_model(make(), pieces, recipes=[TOY])
+    with pytest.raises(UsageError, match="ToyModel does not take these inputs: too many"):
+        calibrate_model(make(), tuple(x.clone() for x in pieces), recipes=[TOY])
+    plan = calibrate_model(make(), list(pieces), recipes=[TOY], backend="sdpa")
+    assert all("calibrated" in site.reason for site in plan.sites)
+
+
 def form(label: str, cost: float, errors: list[float]) -> Form:
     bias = ScoreBias((Dense(bias=torch.full((2, 4, 4), cost)),), 2)
     return Form(label, bias, cost, (), torch.tensor(errors))
