@@ -67,8 +67,8 @@ def benchmark_model(
         original: not patched, in evaluation mode.
         converted: patched, in evaluation mode, with modules of the same names.
         inputs: a tensor, a tuple of arguments, a mapping of keyword arguments, a list or another
-            iterable of such calls, or `Inputs`; a tuple is always one call; every call is measured by
-            itself.
+            iterable of such calls, or `Inputs`; a tuple is always one call; every call is measured
+            by itself.
         plan: of the conversion; it tells which terms are exact. Without it, every low-rank term
             counts as truncated.
         dtype: float32, float16 or bfloat16; default that of the original.
