@@ -125,12 +125,14 @@ def _pieces_of_one(values: tuple[Any, ...]) -> bool:
 
 def _follows(one: Tensor, other: Tensor) -> bool:
     """Whether `other` begins where `one` ends, in the same storage."""
-    return (
-        one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-        and (one.dtype, one.shape[1:], one.stride())
-        == (other.dtype, other.shape[1:], other.stride())
-        and other.storage_offset() == one.storage_offset() + one.shape[0] * one.stride(0)
+    alike = (one.dtype, one.shape[1:], one.stride()) == (
+        other.dtype,
+        other.shape[1:],
+        other.stride(),
     )
+    if not alike or one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+        return False
+    return bool(other.storage_offset() == one.storage_offset() + one.shape[0] * one.stride(0))
 
 
 def require_taken(model: nn.Module, batch: Batch) -> None:
