@@ -55,6 +55,7 @@ class Request:
     calibrating: Calibrating | Fitting | None = None
     plot: Path | None = None
     html: Path | None = None
+    window: str | None = None
 
 
 def run_conversion(request: Request) -> int:
@@ -117,10 +118,12 @@ def _convert(
     quiet_libraries(request.arch, inputs, data)  # before the libraries are imported
     import torch
 
+    from ..bare import parse_window
     from ..checkpoint import convert_checkpoint
 
     recipes = load_recipes(request.recipe_files)
     planner = None if request.calibrating is None else request.calibrating.planner
+    window = None if request.window is None else parse_window(request.window)
     with output.progress("reading", "decomposing") as progress:
         return convert_checkpoint(
             request.checkpoint,
@@ -142,6 +145,7 @@ def _convert(
             check=_check(request, arch_args, recipes, on_verification),
             planner=planner(recipes, progress) if planner is not None else None,
             copying=None if progress is None else progress.copying,
+            window=window,
         )
 
 

@@ -36,6 +36,7 @@ from .parameters import (
     TargetOpt,
     TokensOpt,
     VerboseOpt,
+    WindowOpt,
 )
 
 
@@ -58,6 +59,7 @@ def inspect(
     recipe: RecipeOpt = None,
     arch: ArchOpt = None,
     arch_args: ArchArgsOpt = None,
+    window: WindowOpt = None,
     device: DeviceOpt = "cpu",
     dtype: DtypeOpt = None,
     plot: PlotOpt = None,
@@ -71,7 +73,8 @@ def inspect(
 ) -> int:
     """Show what convert would do, and change nothing.
 
-    The exit code is the one that convert would end with.
+    The exit code is the one that convert would end with. Where no known architecture has the
+    tensors, the biases that can be made from them alone are looked at.
     """
     request = Request(
         command="inspect",
@@ -117,5 +120,6 @@ def inspect(
         ),
         plot=plot,
         html=html,
+        window=window,
     )
     return run_conversion(request)

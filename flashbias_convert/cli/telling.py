@@ -102,6 +102,10 @@ def _origin(done: Conversion) -> str:
 
 
 def _how_to_go_on(request: Request, done: Conversion) -> list[str]:
+    from ..checkpoint.bare import TENSORS_ALONE
+
+    if done.architecture == TENSORS_ALONE:
+        return ["nothing was written; to convert it, say what it is: --arch"]
     if done.output is None:
         return [f"nothing was written; to convert: flashbias-convert {_quoted(request.checkpoint)}"]
     arch = ", arch=..." if done.architecture.library == "caller" else ""

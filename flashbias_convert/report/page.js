@@ -114,7 +114,7 @@ function headMaps(head, maps, decision, site) {
 function drawDetails(index) {
   const site = data.sites[index];
   const own = JSON.parse(document.getElementById(`site-${index}`).textContent);
-  const size = `${site.n} x ${site.m}, ${site.heads} heads of ${own.head_dim}`;
+  const size = `${site.n} x ${site.m}, ${site.heads} heads` + (own.head_dim ? ` of ${own.head_dim}` : "");
   const parts = [
     node("h2", {}, site.name),
     node("p", {}, `${site.status}: ${own.reason}`),
