@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import UsageError
-from ..inputs import Batch, as_inputs
+from ..inputs import Batch, as_inputs, running
 from ..inspection import inspect_model
 from ..patching import apply_plan
 from ..plan import Plan
@@ -63,7 +63,8 @@ def calibrate_model(
     with restored(model, always=True):
         apply_plan(model, plan, recipes=recipes, backend=backend)
         sites = {site.name: site for site in plan.patched if site.decisions}
-        calls = capture_calls(model, sites, batches)
+        with running(model):
+            calls = capture_calls(model, sites, batches)
         reference = outputs_of(model, batches)
         known = [Alternatives(s, forms_of(s, calls[n], max_rank)) for n, s in sites.items()]
 

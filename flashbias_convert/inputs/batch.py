@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import UsageError
+from ..errors import FlashBiasError, UsageError
+from ..swap import original_class
 
 #: what the labels of a batch are: one class per sample, or the tokens themselves
 Task = Literal["classes", "next token"]
@@ -149,6 +151,24 @@ def require_taken(model: nn.Module, batch: Batch) -> None:
             f"{', '.join(signature.parameters) or 'nothing'}",
             "a tuple holds the positional arguments of one call, a mapping those by name; pass a "
             "list for several calls",
+        ) from error
+
+
+@contextmanager
+def running(model: nn.Module) -> Iterator[None]:
+    """Inside, whatever a model raises is the fault of its inputs: a UsageError.
+
+    Our own errors, and memory that ran out, stay what they are.
+    """
+    try:
+        yield
+    except (FlashBiasError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a model may refuse its inputs in any way
+        raise UsageError(
+            f"{original_class(model).__name__} does not run with these inputs: "
+            f"{type(error).__name__}: {error}",
+            "are they of the sizes that it takes?",
         ) from error
 
 
