@@ -49,7 +49,7 @@ def tell(
         data,
         f"{done.source}: {done.architecture}{_origin(done)}",
         site_table(done.plan, output.width),
-        *(reasons(done.plan) if request.verbose else ()),
+        *(reasons(done.plan) if request.speaking.verbose else ()),
         *notes(done.plan),
         summary(done.plan, dry_run=request.dry_run),
         *_verified(verification, output),
@@ -64,8 +64,8 @@ def tell_failure(request: Request, output: Output, plan: Plan, error: FlashBiasE
     from .tables import notes, reasons, site_table
 
     found: Any = getattr(error, "verification", None)
-    if not request.as_json:
-        why = reasons(plan) if request.verbose else ()
+    if not request.speaking.json:
+        why = reasons(plan) if request.speaking.verbose else ()
         output.result(
             dict, site_table(plan, output.width), *why, *notes(plan), *_verified(found, output)
         )
