@@ -14,21 +14,19 @@ from torch import Tensor, nn
 from ..errors import (
     DecompositionError,
     NothingToConvertError,
-    UnknownArchitectureError,
     UsageError,
 )
 from ..options import DecomposeOptions, shard_bytes
 from ..plan import Plan
 from ..recipe import Recipe
 from .architecture import Architecture, ArchLike
-from .bare import open_bare
 from .card import card_path, model_card
-from .mapped import MappedModel, NotMappable, open_mapped
-from .open import OpenedModel, open_checkpoint, read_original
+from .mapped import MappedModel
+from .open import OpenedModel
+from .open_to_convert import open_to_convert
 from .origin import SOURCE_KEY, Origin
 from .outputs import WEIGHTS_NAME, check_output, is_folder, output_path, plan_path
 from .publication import require_absent, require_no_folder
-from .read import Checkpoint
 from .streaming import Copying, write_streamed
 from .write import Check, write_file, write_folder
 
@@ -143,7 +141,9 @@ def convert_checkpoint(
         )
     apart = max_bytes is None and planner is None and target.suffix != ".safetensors"
     alone = dry_run and arch is None and planner is None
-    opened = _open(source, apart, tuple(recipes), arch, arch_args, device, dtype, alone, window)
+    opened = open_to_convert(
+        source, apart, tuple(recipes), arch, arch_args, device, dtype, alone, window
+    )
     choices = {
         "include": tuple(include),
         "exclude": tuple(exclude),
@@ -205,64 +205,6 @@ def keywords(options: DecomposeOptions) -> dict[str, Any]:
     # of the schema, and of a calibration, which needs inputs and not these
     del values["version"], values["max_output_error"]
     return values
-
-
-def _open(
-    source: Path,
-    apart: bool,
-    recipes: tuple[Recipe, ...],
-    arch: ArchLike | None,
-    arch_args: Mapping[str, Any] | None,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
-    alone: bool,
-    window: Sequence[int] | None,
-) -> OpenedModel | MappedModel:
-    """The model of a checkpoint; memory-mapped if it lies in shards and `apart` allows it.
-
-    Where `alone` allows it and there is a window, or no known architecture has the tensors, it
-    holds those of biases alone.
-    """
-    checkpoint, without_terms = read_original(source)
-    if alone and window is not None:
-        return open_bare(checkpoint, window=window, device=device, dtype=dtype)
-    on_cpu = device is None or torch.device(device).type == "cpu"
-    if apart and on_cpu and checkpoint.weight_map is not None and not without_terms:
-        try:
-            return open_mapped(
-                checkpoint, arch=arch, arch_args=arch_args, dtype=dtype, recipes=recipes
-            )
-        except NotMappable as reason:
-            note = f"all shards are held in memory at once: {reason}"
-            checkpoint = dataclasses.replace(checkpoint, notes=(*checkpoint.notes, note))
-    try:
-        return open_checkpoint(
-            checkpoint,
-            arch=arch,
-            arch_args=arch_args,
-            device=device,
-            dtype=dtype,
-            without_terms=without_terms,
-        )
-    except UnknownArchitectureError as error:
-        if not alone:
-            raise
-        return _without_model(checkpoint, device, dtype, error)
-
-
-def _without_model(
-    checkpoint: Checkpoint,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
-    unknown: UnknownArchitectureError,
-) -> OpenedModel:
-    if unknown.candidates:  # the user can say which
-        hint = f"{unknown.hint}; or --window SIZE, to look at the tensors alone"
-        raise UnknownArchitectureError(unknown.args[0], hint, unknown.candidates) from unknown
-    try:
-        return open_bare(checkpoint, device=device, dtype=dtype)
-    except UnknownArchitectureError:
-        raise unknown from None
 
 
 def _planned_by(

@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from ..errors import UsageError
-from .batch import Batch, Inputs, as_batch, as_inputs, running
+from .batch import Batch, Inputs, as_batch
+from .calls import as_inputs, running
 from .from_function import function_inputs
 from .image_folder import image_inputs
 from .random_inputs import random_inputs

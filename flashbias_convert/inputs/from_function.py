@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from ..errors import UsageError
-from .batch import Batch, Inputs, as_batch, as_calls, require_taken
+from .batch import Batch, Inputs, as_batch
+from .calls import as_calls, require_taken
 
 
 def function_inputs(model: nn.Module, function: str | Callable[..., Any], samples: int) -> Inputs:

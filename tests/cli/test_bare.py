@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -30,6 +31,18 @@ def test_tables_need_no_model(cli: Cli, tmp_path: Path) -> None:
     assert (tmp_path / "figures" / f"{NAME}.energy.png").exists()
     data = cli("inspect", path, "--json").json()
     assert data["architecture"] == "tensors alone" and data["counts"] == {"patched": 1}
+
+
+def test_tables_in_shards(cli: Cli, tmp_path: Path) -> None:
+    names = {}
+    for at in (1, 2):
+        file, key = f"model-{at}.safetensors", f"blocks.{at}.attn.relative_position_bias_table"
+        save_file({key: torch.randn(49, 2)}, tmp_path / file)
+        names[key] = file
+    index = {"metadata": {}, "weight_map": names}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    done = cli("inspect", tmp_path)
+    assert done.code == 0 and "2 of 2 sites would be converted" in done.out
 
 
 def test_a_window_is_what_swinv2_does_not_show(cli: Cli, tmp_path: Path) -> None:
