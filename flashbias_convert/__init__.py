@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .attention import PreparedBias, flashbias_attention
     from .benchmark import BenchmarkReport, benchmark_model
+    from .calibration import CalibrationError, calibrate_model
     from .checkpoint import load_model, save_model
     from .errors import (
         CheckpointError,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "attention": ("PreparedBias", "flashbias_attention"),
     "benchmark": ("BenchmarkReport", "benchmark_model"),
+    "calibration": ("CalibrationError", "calibrate_model"),
     "checkpoint": ("load_model", "save_model"),
     "errors": (
         "CheckpointError",
@@ -102,6 +104,7 @@ __all__ = [
     "Alibi",
     "Axial",
     "BenchmarkReport",
+    "CalibrationError",
     "CheckpointError",
     "DecomposeOptions",
     "DecompositionError",
@@ -137,6 +140,7 @@ __all__ = [
     "__version__",
     "apply_plan",
     "benchmark_model",
+    "calibrate_model",
     "fit_sites",
     "flashbias_attention",
     "inspect_model",

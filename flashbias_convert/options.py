@@ -11,6 +11,8 @@ from typing import Any, Literal, Self, get_args
 from .errors import UsageError
 
 Method = Literal["auto", "exact", "svd", "neural"]
+#: what a saved plan says of itself
+PLAN_FORMAT = "flashbias-convert plan"
 #: card classes that can be named as `DecomposeOptions.target`
 TARGETS = ("a100", "h100", "h200")
 _SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 from .builder_module import BuilderModule
 from .decompose.decision import HeadDecision
 from .errors import CheckpointError
-from .options import DecomposeOptions
+from .options import PLAN_FORMAT, DecomposeOptions
 from .terms import ScoreBias
 
 FORMAT_VERSION = 1
@@ -121,7 +121,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; everything that `load_model` needs besides the tensors."""
         return {
-            "format": "flashbias-convert plan",
+            "format": PLAN_FORMAT,
             "format_version": FORMAT_VERSION,
             "options": self.options.to_json(),
             "arch": self.arch,
@@ -136,7 +136,7 @@ class Plan:
         Raises:
             CheckpointError: not a plan, of a newer format, or with fields missing.
         """
-        if not isinstance(data, dict) or data.get("format") != "flashbias-convert plan":
+        if not isinstance(data, dict) or data.get("format") != PLAN_FORMAT:
             raise CheckpointError("this is not a flashbias-convert plan")
         version = data.get("format_version")
         if version != FORMAT_VERSION:

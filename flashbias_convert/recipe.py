@@ -206,7 +206,13 @@ class Registry:
         self._installed = {point.name: point for point in entry_points(group=GROUP)}
 
     def find(self, module: nn.Module) -> Recipe | None:
-        """The recipe for `module`'s class or its nearest base class, or None."""
+        """The recipe for `module`'s class or its nearest base class, or None.
+
+        A module may bring one along, as its attribute `flashbias_recipe`.
+        """
+        brought = getattr(module, "flashbias_recipe", None)
+        if isinstance(brought, Recipe):
+            return brought
         for cls in type(module).__mro__:
             name = qualified_name(cls)
             recipe = self._explicit.get(name) or self._load(name)

@@ -23,7 +23,7 @@ LAYERS = [
     {"causal_owner", "windows"},
     {"recipe", "plan", "swap", "selection"},
     {"tables", "no_site"},
-    {"parallel"},
+    {"parallel", "bare"},
     {"inspection", "patching", "checkpoint"},
     {"inputs", "views", "huggingface"},
     {"verification", "probing", "plotting", "report"},

@@ -66,8 +66,9 @@ def benchmark_model(
     Args:
         original: not patched, in evaluation mode.
         converted: patched, in evaluation mode, with modules of the same names.
-        inputs: a tensor, a tuple of arguments, a mapping of keyword arguments, an iterable of
-            such calls, or `Inputs`; every call is measured by itself.
+        inputs: a tensor, a tuple of arguments, a mapping of keyword arguments, a list or another
+            iterable of such calls, or `Inputs`; a tuple is always one call; every call is measured
+            by itself.
         plan: of the conversion; it tells which terms are exact. Without it, every low-rank term
             counts as truncated.
         dtype: float32, float16 or bfloat16; default that of the original.
@@ -100,7 +101,7 @@ def benchmark_model(
         wider(dtype),
         all(is_exact(name, module, plan) for name, module in sites.items()),
     )
-    given = as_inputs(inputs)
+    given = as_inputs(inputs, model=original)
     batches = list(given.batches)
     if not batches:
         raise UsageError("there are no inputs to measure with")

@@ -13,7 +13,7 @@ from ..decompose.decision import HeadDecision
 from ..decompose.svd import truncated_svd
 from ..modules import ScoreBiasModule
 from ..plan import SitePlan
-from ..terms import ScoreBias, Term
+from ..terms import LowRank, ScoreBias, Term
 from .capture import Call
 
 #: kinds of terms that stand for a decomposed bias; all others are masks and closed forms
@@ -62,7 +62,7 @@ def forms_of(site: SitePlan, calls: list[Call], most: int | None) -> list[Form]:
     exact, masks = split_site(site)
     dense = exact.dense(site.n, site.m)
     reference = [_run(exact, masks, call) for call in calls]
-    found = [_nothing(site)]
+    found = [_nothing(site, dense)]
     for rank in RANKS:
         if rank < min(site.n, site.m) and (most is None or rank <= most):
             found.append(_truncated(site, dense, rank))
@@ -76,26 +76,31 @@ def forms_of(site: SitePlan, calls: list[Call], most: int | None) -> list[Form]:
     return sorted(measured, key=lambda form: form.cost)
 
 
-def _nothing(site: SitePlan) -> Form:
+def _nothing(site: SitePlan, dense: Tensor) -> Form:
+    lost = _numbers(dense, torch.zeros((), dtype=dense.dtype, device=dense.device))
     decisions = tuple(
-        HeadDecision(h, NONE, None, 0.0, float("nan"), float("nan"), 1.0, "no bias at all")
-        for h in range(site.heads)
+        HeadDecision(h, NONE, None, reason="no bias at all", **lost[h]) for h in range(site.heads)
     )
     return Form(NONE, ScoreBias((), site.heads), 0.0, decisions, torch.empty(0))
 
 
 def _truncated(site: SitePlan, dense: Tensor, rank: int) -> Form:
     svd = truncated_svd(dense, energy=1.0, max_rank=rank)
-    lost = measure(dense, svd.term).worst_over_batch()
-    numbers = {name: value.tolist() for name, value in vars(lost).items()}
-    ranks = svd.term.head_ranks()
+    lost = _numbers(dense, svd.term)
     decisions = tuple(
-        HeadDecision(h, "low_rank", r, reason="", **{k: v[h] for k, v in numbers.items()})
-        for h, r in enumerate(ranks)
+        HeadDecision(h, "low_rank", r, reason="", **lost[h])
+        for h, r in enumerate(svd.term.head_ranks())
     )
     columns = rank + 2 * min(svd.term.split or 0, rank)
     cost = relative_cost("low_rank", site.n, site.m, columns)
     return Form(f"rank {rank}", ScoreBias((svd.term,), site.heads), cost, decisions, torch.empty(0))
+
+
+def _numbers(dense: Tensor, approximation: Tensor | LowRank) -> list[dict[str, float]]:
+    """What each head loses, by the names of `HeadDecision`."""
+    lost = measure(dense, approximation).worst_over_batch()
+    columns = {name: value.tolist() for name, value in vars(lost).items()}
+    return [{name: values[h] for name, values in columns.items()} for h in range(dense.shape[-3])]
 
 
 def _cost(site: SitePlan) -> float:

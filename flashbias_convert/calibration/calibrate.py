@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import UsageError
-from ..inputs import Batch, as_inputs
+from ..inputs import Batch, as_inputs, running
 from ..inspection import inspect_model
 from ..patching import apply_plan
 from ..plan import Plan
@@ -37,7 +37,8 @@ def calibrate_model(
 
     Args:
         model: not patched, or patched (it is planned anew), in evaluation mode.
-        inputs: see `verify_model`; a few dozen samples suffice.
+        inputs: see `verify_model`; a few dozen samples suffice. Batches made by ``x.split(32)`` are
+            passed as a list: a tuple is one call.
         max_output_error: largest root mean square change of the model's outputs (logits where
             there are any), relative to their own, in (0, 1].
         max_rank: cap on the rank.
@@ -49,20 +50,21 @@ def calibrate_model(
         A plan for `apply_plan`. Sites without a decomposed bias are as planned with "exact".
 
     Raises:
-        UsageError: no inputs, or a limit that makes no sense.
+        UsageError: no inputs, inputs that the model does not take, or a limit that makes no sense.
         CalibrationError: even exact terms exceed the limit.
     """
     if not 0.0 < max_output_error <= 1.0:
         raise UsageError(f"max_output_error must be in (0, 1], got {max_output_error}")
     plan = inspect_model(model, method="exact", force_all=True, **options)
-    batches = [_as_here(batch, model) for batch in as_inputs(inputs).batches]
+    batches = [_as_here(batch, model) for batch in as_inputs(inputs, model=model).batches]
     if not batches:
         raise UsageError("there are no inputs to calibrate with")
     recipes = options.get("recipes", ())
     with restored(model, always=True):
         apply_plan(model, plan, recipes=recipes, backend=backend)
         sites = {site.name: site for site in plan.patched if site.decisions}
-        calls = capture_calls(model, sites, batches)
+        with running(model):
+            calls = capture_calls(model, sites, batches)
         reference = outputs_of(model, batches)
         known = [Alternatives(s, forms_of(s, calls[n], max_rank)) for n, s in sites.items()]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import DecompositionError, NothingToConvertError
+from ..errors import (
+    DecompositionError,
+    NothingToConvertError,
+    UsageError,
+)
 from ..options import DecomposeOptions, shard_bytes
 from ..plan import Plan
 from ..recipe import Recipe
 from .architecture import Architecture, ArchLike
 from .card import card_path, model_card
-from .mapped import MappedModel, NotMappable, open_mapped
-from .open import OpenedModel, open_checkpoint, read_original
+from .mapped import MappedModel
+from .open import OpenedModel
+from .open_to_convert import open_to_convert
 from .origin import SOURCE_KEY, Origin
 from .outputs import WEIGHTS_NAME, check_output, is_folder, output_path, plan_path
 from .publication import require_absent, require_no_folder
@@ -73,6 +78,7 @@ def convert_checkpoint(
     check: Check | None = None,
     planner: Callable[[nn.Module], Plan] | None = None,
     copying: Copying | None = None,
+    window: Sequence[int] | None = None,
 ) -> Conversion:
     """Convert a checkpoint and write the result beside it.
 
@@ -108,6 +114,9 @@ def convert_checkpoint(
         planner: makes the plan of the opened model in the place of `inspect_model`, such as a
             calibration; `options`, `include` and `exclude` are then its own business.
         copying: called with (bytes done, bytes in all, name of the shard) while shards are copied.
+        window: of a dry run that looks at the tensors of biases alone, and builds no model. Such
+            a dry run is made without it, too, where no known architecture has the tensors. One
+            number for a square, or one for every axis.
 
     Raises:
         UsageError: an option that makes no sense, or an output that exists.
@@ -125,8 +134,16 @@ def convert_checkpoint(
         if card and target.suffix == ".safetensors":
             require_absent(card_path(target), force)
             require_no_folder(card_path(target))
+    if window is not None and (not dry_run or arch is not None or planner is not None):
+        raise UsageError(
+            "a window is for looking at tensors alone",
+            "it goes with inspect, without an architecture and without a calibration",
+        )
     apart = max_bytes is None and planner is None and target.suffix != ".safetensors"
-    opened = _open(source, apart, tuple(recipes), arch, arch_args, device, dtype)
+    alone = dry_run and arch is None and planner is None
+    opened = open_to_convert(
+        source, apart, tuple(recipes), arch, arch_args, device, dtype, alone, window
+    )
     choices = {
         "include": tuple(include),
         "exclude": tuple(exclude),
@@ -188,36 +205,6 @@ def keywords(options: DecomposeOptions) -> dict[str, Any]:
     # of the schema, and of a calibration, which needs inputs and not these
     del values["version"], values["max_output_error"]
     return values
-
-
-def _open(
-    source: Path,
-    apart: bool,
-    recipes: tuple[Recipe, ...],
-    arch: ArchLike | None,
-    arch_args: Mapping[str, Any] | None,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
-) -> OpenedModel | MappedModel:
-    """The model of a checkpoint; memory-mapped if it lies in shards and `apart` allows it."""
-    checkpoint, without_terms = read_original(source)
-    on_cpu = device is None or torch.device(device).type == "cpu"
-    if apart and on_cpu and checkpoint.weight_map is not None and not without_terms:
-        try:
-            return open_mapped(
-                checkpoint, arch=arch, arch_args=arch_args, dtype=dtype, recipes=recipes
-            )
-        except NotMappable as reason:
-            note = f"all shards are held in memory at once: {reason}"
-            checkpoint = dataclasses.replace(checkpoint, notes=(*checkpoint.notes, note))
-    return open_checkpoint(
-        checkpoint,
-        arch=arch,
-        arch_args=arch_args,
-        device=device,
-        dtype=dtype,
-        without_terms=without_terms,
-    )
 
 
 def _planned_by(

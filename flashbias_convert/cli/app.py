@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect as inspect_module
 import os
 import sys
 import traceback
@@ -58,8 +59,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
+
+
+def _paragraphs(command: Callable[..., int]) -> str:
+    """The docstring with a line for each paragraph, which the terminal wraps."""
+    text = inspect_module.cleandoc(command.__doc__ or "")
+    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
+
+
 for _name, _command in COMMANDS.items():
-    app.command(_name, epilog=_EPILOG)(_command)
+    app.command(_name, help=_paragraphs(_command), epilog=_EPILOG)(_command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -13,26 +13,11 @@ from ..errors import UsageError
 from ..options import DecomposeOptions
 from .benchmarking import Benching
 from .exit_codes import ExitCode
+from .groups import Building, Deciding, Speaking, grouped
 from .output import Output, print_error
 from .parameters import (
-    ArchArgsOpt,
-    ArchOpt,
     CheckpointArg,
-    DebugOpt,
-    EnergyOpt,
-    ExcludeOpt,
-    FillOpt,
-    ForceAllOpt,
     ForceOpt,
-    IncludeOpt,
-    JsonOpt,
-    MaxAttentionErrorOpt,
-    MaxRankOpt,
-    Method,
-    MethodOpt,
-    QuietOpt,
-    RecipeOpt,
-    VerboseOpt,
 )
 from .reports import check_report, write_file
 from .values import json_object
@@ -120,8 +105,12 @@ FigureOpt = Annotated[
 ]
 
 
+@grouped
 def bench(
     checkpoint: CheckpointArg,
+    deciding: Deciding,
+    building: Building,
+    speaking: Speaking,
     original: OriginalOpt = None,
     inputs: InputsOpt = "random",
     batch: BatchOpt = 8,
@@ -132,24 +121,9 @@ def bench(
     repeats: RepeatsOpt = None,
     compile: CompileOpt = True,
     max_tokens: MaxTokensOpt = None,
-    energy: EnergyOpt = 0.99,
-    method: MethodOpt = Method.auto,
-    max_rank: MaxRankOpt = None,
-    max_attention_error: MaxAttentionErrorOpt = 0.25,
-    include: IncludeOpt = None,
-    exclude: ExcludeOpt = None,
-    fill: FillOpt = True,
-    force_all: ForceAllOpt = False,
-    recipe: RecipeOpt = None,
-    arch: ArchOpt = None,
-    arch_args: ArchArgsOpt = None,
     csv: CsvOpt = None,
     plot: FigureOpt = None,
     force: ForceOpt = False,
-    json: JsonOpt = False,
-    debug: DebugOpt = False,
-    verbose: VerboseOpt = 0,
-    quiet: QuietOpt = False,
 ) -> int:
     """Measure time and memory of the original, of the converted model, and of their peers.
 
@@ -170,24 +144,16 @@ def bench(
         repeats=repeats,
         compile=compile,
         max_tokens=max_tokens,
-        options=DecomposeOptions(
-            energy=energy,
-            method=method.value,
-            max_rank=max_rank,
-            max_attention_error=max_attention_error,
-            fill=fill,
-            force_all=force_all,
-        ),
-        include=tuple(include or ()),
-        exclude=tuple(exclude or ()),
-        recipe_files=tuple(recipe or ()),
-        arch=arch,
-        arch_args=json_object(arch_args),
+        options=DecomposeOptions(**deciding.options()),
+        **deciding.sites(),
+        recipe_files=tuple(building.recipe or ()),
+        arch=building.arch,
+        arch_args=json_object(building.arch_args),
     )
     benching.check()
     _check_files(benching, csv, plot, force)
-    output = Output(json, quiet, verbose)
-    quiet_libraries(arch, inputs)
+    output = Output(speaking.json, speaking.quiet, speaking.verbose)
+    quiet_libraries(building.arch, inputs)
     with output.progress("reading", "measuring") as progress:
         report, source, failed_sites = benching.run(progress)
     code = _code(report, failed_sites)

@@ -1,4 +1,7 @@
-"""``--config FILE.toml``: options of a command from a file; those of the command line win."""
+"""``--config FILE``: options of a command from a file; those of the command line win.
+
+The file is TOML, or the plan of an earlier conversion, whose options have the same names.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import UsageError
+from ..options import PLAN_FORMAT
 
 #: options that say how a program is run and not what it does
 _NOT_IN_FILES = {"checkpoint", "config", "debug"}
@@ -34,8 +38,8 @@ ConfigOpt = Annotated[
     typer.Option(
         "--config",
         metavar="FILE",
-        help="A .toml file with options, named as here: energy = 0.99, max_rank = 32. Options of "
-        "the command line win.",
+        help="A .toml file with options, named as here: energy = 0.99, max_rank = 32; or the "
+        ".plan.json of a conversion, to decide as that did. Options of the command line win.",
         show_default=False,
         is_eager=True,
         callback=_apply,
@@ -50,12 +54,15 @@ def _read(path: Path) -> dict[str, Any]:
     """
     from .convert import convert  # which has the option that is defined here
 
+    is_plan = path.suffix == ".json"
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        data = json.loads(text) if is_plan else tomllib.loads(text)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not TOML: {error}") from error
+        raise UsageError(f"{path} is not {'JSON' if is_plan else 'TOML'}: {error}") from error
+    data = _of_plan(data, path) if is_plan else data
     known = sorted(set(signature(convert).parameters) - _NOT_IN_FILES)
     options: dict[str, Any] = {}
     for key, value in data.items():
@@ -68,6 +75,21 @@ def _read(path: Path) -> dict[str, Any]:
             raise UsageError(f"{path} has the option {name} twice")
         options[name] = value
     return options
+
+
+def _of_plan(plan: Any, path: Path) -> dict[str, Any]:
+    """The options that a saved plan was made with, and what it says about the model."""
+    if not isinstance(plan, dict) or plan.get("format") != PLAN_FORMAT:
+        raise UsageError(f"{path} is not the plan of a conversion", "see --report, or use TOML")
+    options, arch = plan.get("options"), plan.get("arch")
+    if not isinstance(options, dict):
+        raise UsageError(f"{path} says no options")
+    found = {k: v for k, v in options.items() if v is not None and k != "version"}
+    if isinstance(arch, dict) and arch.get("library") != "caller":
+        library, name = arch.get("library"), arch.get("name")
+        found["arch"] = name if library == "flashbias" else f"{library}:{name}"
+        found["arch_args"] = arch.get("args", {})
+    return found
 
 
 def _checked(name: str, value: Any, parameter: Any, path: Path) -> Any:

@@ -12,6 +12,7 @@ from ..errors import FlashBiasError, VerificationError
 from ..options import DecomposeOptions, shard_bytes
 from .calibration import Calibrating
 from .fitting import Fitting
+from .groups import Building, Speaking
 from .output import Output
 from .pictures import check_pictures, draw_pictures
 from .reports import check_report
@@ -40,21 +41,23 @@ class Request:
     options: Mapping[str, Any]
     include: tuple[str, ...]
     exclude: tuple[str, ...]
-    recipe_files: tuple[Path, ...]
-    arch: str | None
-    arch_args: str | None
+    building: Building
     device: str
     dtype: str | None
     dry_run: bool
     force: bool
     report: Path | None
-    as_json: bool
-    verbose: int
-    quiet: bool
+    speaking: Speaking
     comparing: Comparing | None = None
     calibrating: Calibrating | Fitting | None = None
     plot: Path | None = None
     html: Path | None = None
+    window: str | None = None
+
+    @property
+    def recipe_files(self) -> tuple[Path, ...]:
+        """Files with recipes."""
+        return tuple(self.building.recipe or ())
 
 
 def run_conversion(request: Request) -> int:
@@ -67,11 +70,11 @@ def run_conversion(request: Request) -> int:
     options = DecomposeOptions(**request.options)
     if request.max_shard_size is not None:
         shard_bytes(request.max_shard_size)  # refused before torch is imported
-    arch_args = json_object(request.arch_args)
+    arch_args = json_object(request.building.arch_args)
     _check_reports(request)
     if request.comparing is not None:
         request.comparing.check()
-    output = Output(request.as_json, request.quiet, request.verbose)
+    output = Output(request.speaking.json, request.speaking.quiet, request.speaking.verbose)
     started = time.perf_counter()
     plans: list[tuple[Plan, nn.Module]] = []
     verifications: list[Verification] = []
@@ -114,13 +117,15 @@ def _convert(
 ) -> Conversion:
     inputs = None if request.comparing is None else request.comparing.inputs
     data = request.calibrating.data if isinstance(request.calibrating, Fitting) else None
-    quiet_libraries(request.arch, inputs, data)  # before the libraries are imported
+    quiet_libraries(request.building.arch, inputs, data)  # before the libraries are imported
     import torch
 
+    from ..bare import parse_window
     from ..checkpoint import convert_checkpoint
 
     recipes = load_recipes(request.recipe_files)
     planner = None if request.calibrating is None else request.calibrating.planner
+    window = None if request.window is None else parse_window(request.window)
     with output.progress("reading", "decomposing") as progress:
         return convert_checkpoint(
             request.checkpoint,
@@ -129,7 +134,7 @@ def _convert(
             include=request.include,
             exclude=request.exclude,
             recipes=recipes,
-            arch=request.arch,
+            arch=request.building.arch,
             arch_args=arch_args,
             device=torch_device(request.device),
             dtype=None if request.dtype is None else getattr(torch, request.dtype),
@@ -142,6 +147,7 @@ def _convert(
             check=_check(request, arch_args, recipes, on_verification),
             planner=planner(recipes, progress) if planner is not None else None,
             copying=None if progress is None else progress.copying,
+            window=window,
         )
 
 
@@ -158,7 +164,11 @@ def _check(
 
     def check(written: Path) -> None:
         found = comparing.run(
-            request.checkpoint, written, arch=request.arch, arch_args=arch_args, recipes=recipes
+            request.checkpoint,
+            written,
+            arch=request.building.arch,
+            arch_args=arch_args,
+            recipes=recipes,
         )
         if not found.passed:
             raise VerificationError(

@@ -25,28 +25,25 @@ from .fitting import (
     StateOpt,
     StepsOpt,
 )
+from .groups import Building, Speaking, grouped
 from .output import print_error
 from .parameters import (
-    ArchArgsOpt,
-    ArchOpt,
     CheckpointArg,
-    DebugOpt,
     DeviceOpt,
     DryRunOpt,
     ExcludeOpt,
     ForceOpt,
-    JsonOpt,
     OutputOpt,
-    QuietOpt,
-    RecipeOpt,
     ReportOpt,
-    VerboseOpt,
 )
 
 
+@grouped
 def fit(
     checkpoint: CheckpointArg,
     data: DataArg,
+    building: Building,
+    speaking: Speaking,
     output: OutputOpt = None,
     sites: SitesOpt = None,
     exclude: ExcludeOpt = None,
@@ -63,17 +60,10 @@ def fit(
     samples: SamplesOpt = 64,
     batch: BatchOpt = 1,
     state: StateOpt = None,
-    recipe: RecipeOpt = None,
-    arch: ArchOpt = None,
-    arch_args: ArchArgsOpt = None,
     device: DeviceOpt = "cpu",
     dry_run: DryRunOpt = False,
     force: ForceOpt = False,
     report: ReportOpt = None,
-    json: JsonOpt = False,
-    debug: DebugOpt = False,
-    verbose: VerboseOpt = 0,
-    quiet: QuietOpt = False,
 ) -> int:
     """Fit factor networks to biases that depend on the input, and write the converted model.
 
@@ -112,17 +102,13 @@ def fit(
         options={},
         include=(),
         exclude=(),
-        recipe_files=tuple(recipe or ()),
-        arch=arch,
-        arch_args=arch_args,
+        building=building,
         device=device,
         dtype=None,
         dry_run=dry_run,
         force=force,
         report=report,
-        as_json=json,
-        verbose=verbose,
-        quiet=quiet,
+        speaking=speaking,
         calibrating=fitting,
     )
     try:

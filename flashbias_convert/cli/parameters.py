@@ -126,6 +126,16 @@ TokensOpt = Annotated[
         show_default=False,
     ),
 ]
+WindowOpt = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Look at the tensors of biases alone, without a model, and take this window, such as "
+        "16, 8x16 or 2x6x12, where they do not show theirs (SwinV2).",
+        rich_help_panel=_MODEL,
+        show_default=False,
+    ),
+]
 RecipeOpt = Annotated[
     list[Path] | None,
     typer.Option(

@@ -100,7 +100,8 @@ def _write_page(
     from ..report import write_page
 
     arch = plan.arch or {}
-    title = f"{request.checkpoint}: {arch.get('library')}:{arch.get('name')}"
+    library = "" if arch.get("library") == "caller" else f"{arch.get('library')}:"
+    title = f"{request.checkpoint}: {library}{arch.get('name')}"
     with Staging(request.force) as staging, output.progress("drawing", "drawing") as progress:
         write_page(
             staging.add(path.resolve()),

@@ -9,17 +9,11 @@ import typer
 
 from ..errors import UsageError
 from .exit_codes import ExitCode
+from .groups import Building, Speaking, grouped
 from .output import Output
 from .parameters import (
-    ArchArgsOpt,
-    ArchOpt,
     CheckpointArg,
-    DebugOpt,
-    JsonOpt,
-    QuietOpt,
-    RecipeOpt,
     ReportOpt,
-    VerboseOpt,
 )
 from .reports import check_report, write_report
 from .values import json_object, load_recipes, torch_device
@@ -52,8 +46,11 @@ _WriteRecipeOpt = Annotated[
 _ForceOpt = Annotated[bool, typer.Option("--force", metavar="", help="Replace existing files.")]
 
 
+@grouped
 def probe(
     checkpoint: CheckpointArg,
+    building: Building,
+    speaking: Speaking,
     inputs: InputsOpt = "random",
     batch: _BatchOpt = 4,
     seed: SeedOpt = 0,
@@ -61,16 +58,9 @@ def probe(
     tokenizer: TokenizerOpt = None,
     energy: _EnergyOpt = 0.99,
     device: _DeviceOpt = "cpu",
-    recipe: RecipeOpt = None,
-    arch: ArchOpt = None,
-    arch_args: ArchArgsOpt = None,
     write_recipe: _WriteRecipeOpt = None,
     report: ReportOpt = None,
     force: _ForceOpt = False,
-    json: JsonOpt = False,
-    debug: DebugOpt = False,
-    verbose: VerboseOpt = 0,
-    quiet: QuietOpt = False,
 ) -> int:
     """Run a model twice and say what it adds to its attention scores, with or without a recipe.
 
@@ -83,19 +73,19 @@ def probe(
     options.check()
     if not 0.0 < energy <= 1.0:
         raise UsageError(f"energy must be in (0, 1], got {energy}")
-    built_with = json_object(arch_args)
+    built_with = json_object(building.arch_args)
     check_report(report, sources=(checkpoint,), force=force)
     _check_recipe_file(write_recipe, checkpoint, force)
-    output = Output(json, quiet, verbose)
-    quiet_libraries(arch, inputs)
+    output = Output(speaking.json, speaking.quiet, speaking.verbose)
+    quiet_libraries(building.arch, inputs)
     from ..checkpoint import open_model
     from ..probing import probe_model
     from .probe_table import probe_lines
 
-    extra = load_recipes(tuple(recipe or ()))
+    extra = load_recipes(tuple(building.recipe or ()))
     with output.progress("reading and running", ""):
         opened = open_model(
-            checkpoint, arch=arch, arch_args=built_with, device=torch_device(device)
+            checkpoint, arch=building.arch, arch_args=built_with, device=torch_device(device)
         )
         folder = tokenizer or opened.checkpoint.folder
         given = _inputs(opened.model, options, folder)
@@ -110,7 +100,7 @@ def probe(
         return {**names, **told, "probe": found.to_dict()}
 
     header = f"{checkpoint}: {opened.architecture}; {found.inputs}"
-    output.result(data, header, *probe_lines(found, output.width, verbose > 0), *written)
+    output.result(data, header, *probe_lines(found, output.width, speaking.verbose > 0), *written)
     write_report(report, data, force)
     return code
 

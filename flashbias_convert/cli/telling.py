@@ -49,7 +49,7 @@ def tell(
         data,
         f"{done.source}: {done.architecture}{_origin(done)}",
         site_table(done.plan, output.width),
-        *(reasons(done.plan) if request.verbose else ()),
+        *(reasons(done.plan) if request.speaking.verbose else ()),
         *notes(done.plan),
         summary(done.plan, dry_run=request.dry_run),
         *_verified(verification, output),
@@ -64,8 +64,8 @@ def tell_failure(request: Request, output: Output, plan: Plan, error: FlashBiasE
     from .tables import notes, reasons, site_table
 
     found: Any = getattr(error, "verification", None)
-    if not request.as_json:
-        why = reasons(plan) if request.verbose else ()
+    if not request.speaking.json:
+        why = reasons(plan) if request.speaking.verbose else ()
         output.result(
             dict, site_table(plan, output.width), *why, *notes(plan), *_verified(found, output)
         )
@@ -102,6 +102,10 @@ def _origin(done: Conversion) -> str:
 
 
 def _how_to_go_on(request: Request, done: Conversion) -> list[str]:
+    from ..checkpoint.bare import TENSORS_ALONE
+
+    if done.architecture == TENSORS_ALONE:
+        return ["nothing was written; to convert it, say what it is: --arch"]
     if done.output is None:
         return [f"nothing was written; to convert: flashbias-convert {_quoted(request.checkpoint)}"]
     arch = ", arch=..." if done.architecture.library == "caller" else ""

@@ -8,17 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from .exit_codes import ExitCode
+from .groups import Building, Speaking, grouped
 from .output import Output, print_error
 from .parameters import (
-    ArchArgsOpt,
-    ArchOpt,
     CheckpointArg,
-    DebugOpt,
-    JsonOpt,
-    QuietOpt,
-    RecipeOpt,
     ReportOpt,
-    VerboseOpt,
 )
 from .reports import check_report, write_report
 from .show import ConvertedArg
@@ -46,9 +40,12 @@ DtypeOpt = Annotated[CompareDtype, typer.Option(help="In which to compare.")]
 ForceOpt = Annotated[bool, typer.Option("--force", metavar="", help="Replace an existing report.")]
 
 
+@grouped
 def verify(
     original: CheckpointArg,
     converted: ConvertedArg,
+    building: Building,
+    speaking: Speaking,
     inputs: InputsOpt = "random",
     samples: SamplesOpt = SAMPLES,
     batch: BatchOpt = 8,
@@ -59,15 +56,8 @@ def verify(
     device: DeviceOpt = "cpu",
     max_difference: MaxDifferenceOpt = None,
     min_agreement: MinAgreementOpt = None,
-    recipe: RecipeOpt = None,
-    arch: ArchOpt = None,
-    arch_args: ArchArgsOpt = None,
     report: ReportOpt = None,
     force: ForceOpt = False,
-    json: JsonOpt = False,
-    debug: DebugOpt = False,
-    verbose: VerboseOpt = 0,
-    quiet: QuietOpt = False,
 ) -> int:
     """Compare a converted checkpoint with its original, site by site and end to end.
 
@@ -88,17 +78,17 @@ def verify(
         min_agreement=min_agreement,
     )
     comparing.check()
-    built_with = json_object(arch_args)
+    built_with = json_object(building.arch_args)
     check_report(report, sources=(original, converted, *_files(inputs)), force=force)
-    output = Output(json, quiet, verbose)
-    quiet_libraries(arch, inputs)
+    output = Output(speaking.json, speaking.quiet, speaking.verbose)
+    quiet_libraries(building.arch, inputs)
     with output.progress("reading", "comparing") as progress:
         found = comparing.run(
             original,
             converted,
-            arch=arch,
+            arch=building.arch,
             arch_args=built_with,
-            recipes=load_recipes(tuple(recipe or ())),
+            recipes=load_recipes(tuple(building.recipe or ())),
             progress=progress,
         )
     code = ExitCode.DONE if found.passed else ExitCode.NOT_VERIFIED

@@ -7,9 +7,10 @@ from .choose import decompose
 from .codes import check_index
 from .costs import SHORTEST_N, rank_bucket, relative_cost
 from .decision import Decomposition, HeadDecision
+from .energy import cumulative_energy, rank_for_energy, spectrum
 from .exact import dense_term, is_row_constant, regions, relative_table
 from .loss import Loss, measure, row_center
-from .svd import cumulative_energy, rank_for_energy, spectrum, split_columns, svd_factors
+from .svd import split_columns, svd_factors
 
 __all__ = [
     "SHORTEST_N",

@@ -25,7 +25,7 @@ from .candidates import (
 from .costs import SHORTEST_N, rank_bucket
 from .decision import Decomposition
 from .exact import dense_term, is_row_constant
-from .svd import check_bias, check_size
+from .robust_svd import check_bias, check_size
 
 
 @torch.no_grad()

@@ -22,19 +22,10 @@ from torch import Tensor
 
 from .chunks import chunks
 from .costs import SMALLEST_BUCKET
+from .energy import allowed_tail, tail_energy
 from .loss import row_center
-from .svd import (
-    TruncatedSVD,
-    allowed_tail,
-    assemble,
-    balanced_factors,
-    centred,
-    check_bias,
-    check_size,
-    most_columns,
-    robust_svd,
-    tail_energy,
-)
+from .robust_svd import centred, check_bias, check_size, robust_svd
+from .svd import TruncatedSVD, assemble, balanced_factors, most_columns
 
 #: SVDs from each of two starts; the first one looks at the start itself.
 ITERATIONS = 4

@@ -24,7 +24,8 @@ from torch import Tensor
 from ..errors import UsageError
 from ..terms import Dense, Lookup, LowRank, Term
 from .loss import Loss, measure, row_center
-from .svd import balanced_factors, check_bias, check_size, robust_svd, truncated_svd
+from .robust_svd import check_bias, check_size, robust_svd
+from .svd import balanced_factors, truncated_svd
 
 #: The pursuit stops when its two parts add up to the bias within this, relatively.
 TOLERANCE, MOST_STEPS = 1e-6, 200

@@ -96,7 +96,7 @@ def fit_sites(
             "no chosen site has a bias that depends on the input",
             "other sites are converted without a fit: flashbias-convert convert",
         )
-    batches = [_as_here(batch, model) for batch in as_inputs(inputs).batches]
+    batches = [_as_here(batch, model) for batch in as_inputs(inputs, model=model).batches]
     if not batches:
         raise UsageError("there are no inputs to fit to")
     folder, registry = _folder(state), Registry(recipes)

@@ -9,14 +9,15 @@ from typing import Any
 from torch import nn
 
 from ..errors import UsageError
-from .batch import Batch, Inputs, as_batch, as_inputs
+from .batch import Batch, Inputs, as_batch
+from .calls import as_inputs, running
 from .from_function import function_inputs
 from .image_folder import image_inputs
 from .random_inputs import random_inputs
 from .tensor_file import tensor_inputs
 from .text_file import text_inputs
 
-__all__ = ["Batch", "Inputs", "as_batch", "as_inputs", "read_inputs"]
+__all__ = ["Batch", "Inputs", "as_batch", "as_inputs", "read_inputs", "running"]
 
 RANDOM = "random"
 _TENSORS = (".npz", ".safetensors")

@@ -77,7 +77,8 @@ def as_batch(value: Any) -> Batch:
     if isinstance(value, tuple):
         return Batch(args=value, size=_size(value))
     raise UsageError(
-        f"a batch of inputs must be a tensor, a tuple or a mapping, got {type(value).__name__}"
+        f"a batch of inputs must be a tensor, a tuple or a mapping, got {type(value).__name__}",
+        "of a loader that gives [images, labels], pass the images: [x for x, _ in loader]",
     )
 
 
@@ -86,32 +87,3 @@ def _size(values: Iterable[Any]) -> int:
     if not sizes:
         raise UsageError("a batch of inputs holds no tensor")
     return int(sizes[0])
-
-
-def as_inputs(value: Any, labels: Tensor | None = None) -> Inputs:
-    """What a caller of the API passed as inputs.
-
-    Args:
-        value: `Inputs`, one call (see `as_batch`), or an iterable of calls.
-        labels: classes of all samples in order, int64 of shape (samples,).
-
-    Raises:
-        UsageError: something else, or labels of another number than samples.
-    """
-    if isinstance(value, Inputs):
-        if labels is not None:
-            raise UsageError("these inputs bring their own labels", "leave out labels=")
-        return value
-    one_call = isinstance(value, Batch | Tensor | tuple | Mapping)
-    if not one_call and not isinstance(value, Iterable):
-        raise UsageError(f"inputs must be tensors, got {type(value).__name__}")
-    calls = [value] if one_call else value
-    if labels is None:
-        return Inputs((as_batch(call) for call in calls), "the caller's inputs")
-    batches = [as_batch(call) for call in calls]
-    total = sum(batch.size for batch in batches)
-    if labels.shape != (total,):
-        raise UsageError(f"expected {total} labels, one per sample, got {tuple(labels.shape)}")
-    parts = labels.split([batch.size for batch in batches])
-    labelled = [replace(b, labels=part) for b, part in zip(batches, parts, strict=True)]
-    return Inputs(labelled, "the caller's inputs", task="classes")

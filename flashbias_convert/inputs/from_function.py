@@ -6,10 +6,11 @@ import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import UsageError
 from .batch import Batch, Inputs, as_batch
+from .calls import as_calls, require_taken
 
 
 def function_inputs(model: nn.Module, function: str | Callable[..., Any], samples: int) -> Inputs:
@@ -26,13 +27,10 @@ def function_inputs(model: nn.Module, function: str | Callable[..., Any], sample
     name = function if isinstance(function, str) else getattr(function, "__qualname__", "function")
     call = _import(function) if isinstance(function, str) else function
     made = call(model)
-    calls = [made] if isinstance(made, Batch | Tensor | tuple | dict) else made
     try:
-        iterator = iter(calls)
-    except TypeError as error:
-        raise UsageError(
-            f"{name} must return inputs or an iterable of them, got {type(made).__name__}"
-        ) from error
+        iterator = iter(as_calls(made))
+    except UsageError as error:
+        raise UsageError(f"what {name} returns: {error.args[0]}", error.hint) from error
 
     def batches() -> Iterator[Batch]:
         taken = 0
@@ -41,6 +39,7 @@ def function_inputs(model: nn.Module, function: str | Callable[..., Any], sample
             if value is None:
                 return
             batch = as_batch(value)
+            require_taken(model, batch)
             taken += batch.size
             yield batch
 

@@ -47,9 +47,9 @@ def probe_model(
     Args:
         model: any model that runs as it is; not compiled, not patched.
         example_inputs: as for `verify_model`: a tensor, a tuple of arguments, a mapping of keyword
-            arguments, an iterable of such calls, or `Inputs`. Of an iterable the first two are
-            taken; where there is one, a second is made from it. More samples make more certain
-            whether a bias is a function of the query.
+            arguments, a list or another iterable of such calls, or `Inputs`. A tuple is always one
+            call. Of an iterable the first two are taken; where there is one, a second is made from
+            it. More samples make more certain whether a bias is a function of the query.
         energy: ranks are given for this share of squared singular values, in (0, 1].
         recipes: recipes beside the installed ones.
 
@@ -80,7 +80,7 @@ def probe_model(
 
 
 def _two_inputs(model: nn.Module, example_inputs: Any) -> tuple[Batch, Batch, str]:
-    given = as_inputs(example_inputs)
+    given = as_inputs(example_inputs, model=model)
     batches = list(itertools.islice(given.batches, 2))
     if not batches:
         raise UsageError("there are no inputs to probe with")

@@ -114,7 +114,7 @@ function headMaps(head, maps, decision, site) {
 function drawDetails(index) {
   const site = data.sites[index];
   const own = JSON.parse(document.getElementById(`site-${index}`).textContent);
-  const size = `${site.n} x ${site.m}, ${site.heads} heads of ${own.head_dim}`;
+  const size = `${site.n} x ${site.m}, ${site.heads} heads` + (own.head_dim ? ` of ${own.head_dim}` : "");
   const parts = [
     node("h2", {}, site.name),
     node("p", {}, `${site.status}: ${own.reason}`),
@@ -155,6 +155,13 @@ function choose(index) {
   history.replaceState(null, "", `#${encodeURIComponent(data.sites[index].name)}`);
 }
 
+// down or up only: on a narrow screen the table is wider than its half, and its names come first
+function showChosen() {
+  const list = document.querySelector("#sites").closest("section");
+  document.querySelector("#sites tr.chosen").scrollIntoView({ block: "nearest" });
+  list.scrollLeft = 0;
+}
+
 function fromAddress() {
   const name = decodeURIComponent(location.hash.slice(1));
   const found = data.sites.findIndex((site) => site.name === name);
@@ -169,12 +176,12 @@ document.addEventListener("keydown", (event) => {
   if (next === undefined) return;
   event.preventDefault();
   choose(next);
-  document.querySelector("#sites tr.chosen").scrollIntoView({ block: "nearest" });
+  showChosen();
 });
 
 drawHeader();
 drawList();
 if (data.sites.length) {
   choose(fromAddress());
-  document.querySelector("#sites tr.chosen").scrollIntoView({ block: "nearest" });
+  showChosen();
 }

@@ -47,8 +47,8 @@ def verify_model(
     Args:
         original: not patched, in evaluation mode.
         converted: patched, in evaluation mode, with modules of the same names.
-        inputs: a tensor, a tuple of arguments, a mapping of keyword arguments, an iterable of
-            such calls, or `Inputs`.
+        inputs: a tensor, a tuple of arguments, a mapping of keyword arguments, a list or another
+            iterable of such calls, or `Inputs`; a tuple is always one call.
         plan: of the conversion; it tells which terms are exact. Without it, every low-rank term
             counts as truncated.
         labels: classes of the samples, int64, for top-1 and top-5.
@@ -69,7 +69,7 @@ def verify_model(
     sites = converted_sites(original, converted)
     dtype = dtype or dtype_of(original)
     wide = wider(dtype)
-    given = as_inputs(inputs, labels)
+    given = as_inputs(inputs, labels, model=original)
     place = torch.device(device) if device is not None else device_of(original)
     run = Run(
         placed(original, place, dtype),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UsageError
-from ..inputs import Batch
+from ..inputs import Batch, running
 from ..inputs.batch import Task
 from .difference import Accumulator
 from .outputs import logits_name
@@ -56,7 +56,9 @@ class Run:
         """Take one batch through all three models."""
         device = next(self._models["plain"].parameters()).device
         rounded = batch.to(device, self._dtypes[0])  # all three see these values
-        wide = run_recorded(self._models["wide"], rounded.to(dtype=self._dtypes[1]), self._sites)
+        with running(self._models["wide"]):
+            as_wide = rounded.to(dtype=self._dtypes[1])
+            wide = run_recorded(self._models["wide"], as_wide, self._sites)
         plain = run_recorded(self._models["plain"], rounded, self._sites)
         converted = run_recorded(self._models["converted"], rounded, self._sites)
         self._add_outputs(plain, converted, wide)

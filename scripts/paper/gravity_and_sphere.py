@@ -35,7 +35,7 @@ from flashbias_convert.decompose.low_rank_sparse import (
 )
 from flashbias_convert.decompose.neural import FitResult, fit_factor_networks
 from flashbias_convert.decompose.neural_options import FitOptions
-from flashbias_convert.decompose.svd import robust_svd
+from flashbias_convert.decompose.robust_svd import robust_svd
 
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = (

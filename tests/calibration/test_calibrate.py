@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from flashbias_convert import apply_plan, load_model, save_model
 from flashbias_convert.calibration import CalibrationError, calibrate_model
 from flashbias_convert.calibration.alternatives import Form, merged
 from flashbias_convert.calibration.search import Alternatives, Search, relative_change
+from flashbias_convert.decompose import measure
 from flashbias_convert.errors import UsageError
 from flashbias_convert.plan import Plan
+from flashbias_convert.recipe import Site
 from flashbias_convert.swap import patched_modules
 from flashbias_convert.terms import Dense, Regions, ScoreBias
 from tests.toy import TOY, ToyModel, make_input, make_model
@@ -61,6 +64,30 @@ def test_a_looser_limit_costs_less_and_idle_heads_get_nothing() -> None:
     assert all("calibrated" in site.reason for site in plans[1].sites)
 
 
+def test_heads_without_a_bias_say_what_they_lose() -> None:
+    plan = calibrate(make(), 0.9)
+    model = make()
+    for site in plan.sites:
+        bias = TOY.describe(Site(site.name, model.get_submodule(site.name), model)).bias
+        assert bias is not None
+        lost = measure(bias.detach(), torch.zeros(()))
+        for decision in site.decisions:
+            assert decision.term == "none"
+            told = [decision.energy, decision.logit_error_rms, decision.attention_error]
+            assert told == pytest.approx(
+                [
+                    float(values[decision.head])
+                    for values in (lost.energy, lost.logit_error_rms, lost.attention_error)
+                ]
+            )
+    assert json.dumps(plan.to_json(), allow_nan=False)
+
+
+def test_inputs_of_a_wrong_size_are_told() -> None:
+    with pytest.raises(UsageError, match=r"ToyModel does not run with these inputs: .*Error"):
+        calibrate_model(make(), make_input()[..., :5], recipes=[TOY], backend="sdpa")
+
+
 def test_a_calibrated_model_is_saved_and_loads(tmp_path: Any) -> None:
     model = make()
     plan = calibrate(model, 3e-2)
@@ -85,6 +112,16 @@ def test_limits_that_make_no_sense(limit: float) -> None:
 def test_no_inputs() -> None:
     with pytest.raises(UsageError, match="no inputs"):
         calibrate_model(make(), [], recipes=[TOY])
+
+
+def test_a_split_tensor_is_no_call_and_its_parts_as_a_list_are_calls() -> None:
+    pieces = make_input().split(1)
+    with pytest.raises(UsageError, match=r"pass list\(pieces\)"):
+        calibrate_model(make(), pieces, recipes=[TOY])
+    with pytest.raises(UsageError, match="ToyModel does not take these inputs: too many"):
+        calibrate_model(make(), tuple(x.clone() for x in pieces), recipes=[TOY])
+    plan = calibrate_model(make(), list(pieces), recipes=[TOY], backend="sdpa")
+    assert all("calibrated" in site.reason for site in plan.sites)
 
 
 def form(label: str, cost: float, errors: list[float]) -> Form:

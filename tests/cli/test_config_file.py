@@ -84,6 +84,33 @@ def test_what_makes_no_sense_is_one_line(cli: Cli, tmp_path: Path, text: str, me
     assert len(done.err.splitlines()) <= 2
 
 
+def test_a_saved_plan_says_options_and_architecture(cli: Cli, tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "x.safetensors")
+    assert cli(path, *ARCH, "--energy", 0.9, "--no-fill", "--method", "svd").code == 0
+    done = cli("inspect", path, "--config", tmp_path / "x.flashbias.plan.json", "--json")
+    assert done.code == 0, done.err
+    found, wanted = done.json()["plan"], read_plan(tmp_path / "x.flashbias.safetensors").to_json()
+    assert found["options"] == wanted["options"] and found["options"]["fill"] is False
+    assert found["arch"] == wanted["arch"]
+    assert [s["decisions"] for s in found["sites"]] == [s["decisions"] for s in wanted["sites"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is not the plan of a conversion"),
+        ('{"energy": 0.9}', "is not the plan of a conversion"),
+        ('{"format": "flashbias-convert plan"}', "says no options"),
+        ('{"format": "flashbias-convert plan", "options": {"a": 1}}', "unknown option 'a'"),
+    ],
+)
+def test_other_json_is_one_line(cli: Cli, tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "x.json").write_text(text)
+    done = cli("nothing.pt", "--config", tmp_path / "x.json")
+    assert done.code == 2 and message in done.err and len(done.err.splitlines()) <= 2
+
+
 def test_a_missing_file_is_one_line(cli: Cli, tmp_path: Path) -> None:
     done = cli("nothing.pt", "--config", tmp_path / "no.toml")
     assert done.code == 2 and "no.toml cannot be read: No such file" in done.err

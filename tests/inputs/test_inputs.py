@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from flashbias_convert.errors import UsageError
-from flashbias_convert.inputs import Batch, Inputs, read_inputs
+from flashbias_convert.inputs import Batch, Inputs, as_inputs, read_inputs
 from tests.checkpoint.models import tiny_model
 
 
@@ -300,9 +300,11 @@ def test_a_function_gets_the_model_and_is_not_asked_for_more_than_needed() -> No
         ("nowhere_at_all:function", "cannot import nowhere_at_all"),
         ("math:nothing", "module math has no 'nothing'"),
         ("math:pi", "is not a function"),
-        (lambda model: 3, "must return inputs or an iterable of them, got int"),
+        (lambda model: 3, r"what .*lambda.* returns: inputs must be tensors, got int"),
         (lambda model: ["text"], "must be a tensor, a tuple or a mapping, got str"),
         (lambda model: {"a": 3}, "holds no tensor"),
+        (lambda model: torch.zeros(6, 2).split(2), "this one holds 3 pieces of one tensor"),
+        (lambda model: {"y": torch.zeros(2)}, "Taking does not take these inputs: .*'x'"),
     ],
 )
 def test_sources_that_make_no_sense(source: Any, message: str) -> None:
@@ -314,3 +316,48 @@ def test_sources_that_make_no_sense(source: Any, message: str) -> None:
 def test_counts_must_be_positive(name: str) -> None:
     with pytest.raises(UsageError, match=f"{name} must be at least 1, got 0"):
         read_inputs(tiny_model(), **{name: 0})  # type: ignore[arg-type]
+
+
+# -- what a caller passes ------------------------------------------------------------------
+
+
+def test_pieces_of_one_tensor_are_no_arguments() -> None:
+    x = torch.arange(24.0).reshape(12, 2)
+    for pieces in (x.split(5), x.chunk(2), x.T.contiguous().T.split(6)):
+        with pytest.raises(UsageError, match=rf"holds {len(pieces)} pieces of one.*list\(pieces\)"):
+            as_inputs(pieces, model=Taking())
+        assert [len(only(b)) for b in batches(as_inputs(list(pieces), model=Taking()))] == [
+            len(piece) for piece in pieces
+        ]
+    (one,) = batches(as_inputs([x.chunk(2)], model=Taking()))  # said to be one call
+    assert [a.shape for a in one.args] == [(6, 2), (6, 2)]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (torch.zeros(2, 3), torch.ones(2, 3)),
+        torch.zeros(2, 2, 3).unbind(1),
+        (torch.zeros(2, 3),) * 2,
+        torch.zeros(2, 3).split(2),
+        (torch.zeros(2, 3), None),
+        (torch.zeros(2, 3).to_sparse(), torch.zeros(2, 3).to_sparse()),
+    ],
+)
+def test_a_tuple_of_arguments_is_one_call(arguments: tuple[Any, ...]) -> None:
+    (one,) = batches(as_inputs(arguments, model=Taking()))
+    assert one.args == arguments and one.size == 2
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ((torch.zeros(2),) * 3, r"Taking does not take these inputs: too many positional"),
+        ({"y": torch.zeros(2)}, r"missing a required argument: 'x'; it takes x, mask"),
+        ([{"x": torch.zeros(2), "y": None}], "unexpected keyword argument 'y'"),
+        ([[torch.zeros(2), torch.zeros(2)]], r"got list.*\[x for x, _ in loader\]"),
+    ],
+)
+def test_calls_that_the_model_does_not_take(inputs: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        batches(as_inputs(inputs, model=Taking()))

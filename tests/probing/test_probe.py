@@ -103,6 +103,8 @@ def test_refusals() -> None:
     with pytest.raises(UsageError, match="energy must be"):
         probe_model(model, make_input(), energy=0.0)
     with pytest.raises(UsageError, match="nothing that could be changed"):
+        probe_model(model, torch.ones(2, 3, 16, dtype=torch.bool))
+    with pytest.raises(UsageError, match="does not take these inputs"):
         probe_model(model, {"attention_mask": torch.ones(2, 3, dtype=torch.long)})
     with pytest.raises(UsageError, match="wrapped by DataParallel"):
         probe_model(nn.DataParallel(model), make_input())

@@ -303,3 +303,25 @@ def test_nothing_of_quadratic_size_is_made(name: str, monkeypatch: pytest.Monkey
     for part in [model] if name == "mpnet" else [model.encoder, model.decoder]:
         with parity.NoSquares(n), torch.no_grad():
             part(tokens(2, n), attention_mask=mask)
+
+
+# -- training ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_t5_trains_with_gradient_checkpoints_as_its_original_does(reentrant: bool) -> None:
+    """The bias of layer 0 is handed on to layers that are computed again."""
+    model = t5("t5", dropout_rate=0.0)
+    grads = []
+    for change in (lambda m: m, lambda m: patch_model(m, force_all=True)):
+        change(model)
+        model.train().zero_grad()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model(input_ids=tokens(), labels=tokens(n=11, seed=2), use_cache=False).loss.backward()
+        assert model.is_gradient_checkpointing
+        grads.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        model.gradient_checkpointing_disable()
+        model.eval()
+    assert grads[0].keys() == grads[1].keys()
+    assert any("relative_attention_bias" in name for name in grads[0])
+    assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])

@@ -272,6 +272,12 @@ def test_inputs_of_any_form(inputs: Any) -> None:
     assert numbers[0].difference_max == pytest.approx(numbers[1].difference_max, rel=1e-4)
 
 
+def test_inputs_of_a_wrong_size_are_told() -> None:
+    original, converted, plan = pair(method="exact")
+    with pytest.raises(UsageError, match=r"ToyModel does not run with these inputs: .*Error"):
+        verify_model(original, converted, make_input()[..., :5], plan=plan)
+
+
 def test_labels_give_the_accuracy_of_both() -> None:
     original, converted, plan = wrapped(lambda x: x[:, 0])
     with torch.no_grad():
@@ -324,7 +330,7 @@ def test_models_are_as_before_even_after_an_exception() -> None:
     original, converted, plan = pair(method="exact")
     state = {k: v.clone() for k, v in original.state_dict().items()}
     compared(original, converted, plan=plan, dtype=torch.float16)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(UsageError, match="does not run with these inputs"):
         verify_model(original, converted, torch.zeros(1, 7, 16), plan=plan)
     for model in (original, converted):
         assert all("forward" not in vars(module) for module in model.modules())

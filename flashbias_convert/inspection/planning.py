@@ -1,0 +1,136 @@
+"""What to do with one site."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import replace
+
+from torch import nn
+
+from ..decompose import Decomposition, decompose
+from ..errors import FlashBiasError, UsageError
+from ..modules import with_builders
+from ..options import DecomposeOptions
+from ..plan import SitePlan
+from ..recipe import Description, NoBias, Recipe, Site, UnsupportedSite, qualified_name
+from ..swap import original_class, owner_refusal, refusal
+from ..terms import ScoreBias
+from .cautions import cautions
+from .finding import Match
+
+logger = logging.getLogger(__name__)
+
+
+#: why a site with a dynamic bias is left alone
+NEEDS_FIT = "its bias depends on the input: fit factor networks to it, flashbias-convert fit"
+
+
+def plan_site(match: Match, options: DecomposeOptions, against: str | None) -> SitePlan:
+    """Decide over one site; whatever goes wrong there is told in its plan.
+
+    Args:
+        match: the site.
+        options: see `DecomposeOptions`.
+        against: why the caller does not want it, or None.
+
+    Raises:
+        UsageError: an option that suits no site at all.
+    """
+    site, recipe = match.site, match.recipe
+    plan = SitePlan(site.name, recipe.name, "left alone", against or "", warnings=cautions(match))
+    if against is not None:
+        return plan
+    reason = refusal(site.module) or _own_forward(site.module, recipe) or _no_owner(match)
+    if reason is not None:
+        return replace(plan, status="unsupported", reason=reason)
+    _refuse_meta(site)
+    try:
+        description = recipe.describe(site)
+        plan = _with_sizes(plan, description)
+        return _decide(plan, description, options)
+    except NoBias as error:
+        return replace(plan, reason=str(error))
+    except UnsupportedSite as error:
+        return replace(plan, status="unsupported", reason=str(error))
+    except UsageError:
+        raise  # an option that suits no site at all
+    except FlashBiasError as error:
+        return replace(plan, status="failed", reason=str(error))
+    except Exception as error:  # one broken site must not stop the others
+        logger.debug("site %s failed", site.name, exc_info=True)
+        return replace(plan, status="failed", reason=f"{type(error).__name__}: {error}")
+
+
+def _own_forward(module: nn.Module, recipe: Recipe) -> str | None:
+    """A subclass with a forward of its own computes something that the recipe does not know."""
+    for cls in original_class(module).__mro__:
+        if qualified_name(cls) in recipe.classes:
+            return None
+        if "forward" in vars(cls):
+            return f"its class {cls.__name__} overrides the forward that the recipe replaces"
+    return None
+
+
+def _no_owner(match: Match) -> str | None:
+    """Why the owner of a site stands in the way, or None."""
+    if not match.recipe.owners:
+        return None
+    if match.site.owner is None:
+        if not match.recipe.owners[0].required:
+            return None
+        names = [cls.rpartition(".")[2] for cls in match.recipe.owners[0].classes]
+        return f"its bias is made by a {' or '.join(names)}, which is not part of this model"
+    reason = owner_refusal(match.site.owner)
+    return reason and f"its {original_class(match.site.owner).__name__}: {reason}"
+
+
+def _refuse_meta(site: Site) -> None:
+    tensors = [*site.module.parameters(), *site.module.buffers()]
+    if any(t.is_meta for t in tensors):
+        raise UsageError(
+            f"the weights of {site.name!r} are on the meta device", "load the weights first"
+        )
+
+
+def _with_sizes(plan: SitePlan, description: Description) -> SitePlan:
+    return replace(
+        plan,
+        n=description.n,
+        m=description.m,
+        heads=description.num_heads,
+        head_dim=description.head_dim,
+        warnings=plan.warnings + description.warnings,
+    )
+
+
+def _decide(plan: SitePlan, description: Description, options: DecomposeOptions) -> SitePlan:
+    if description.depends_on_input:
+        return replace(plan, reason=NEEDS_FIT)
+    result = Decomposition(ScoreBias((), description.num_heads), ())
+    if description.bias is not None:
+        result = decompose(description.bias, options, name=plan.name, index=description.index)
+    plan = replace(plan, decisions=result.decisions)
+    if result.left_alone is not None:
+        return replace(plan, status="left alone", reason=result.left_alone)
+    bias = result.bias + ScoreBias(description.exact_terms, description.num_heads)
+    return replace(
+        plan,
+        status="patched",
+        reason=_summary(result, description),
+        spec=with_builders(bias.spec(), description.builders),
+        bias=bias,
+    )
+
+
+def _summary(result: Decomposition, description: Description) -> str:
+    """What was chosen, in one line: "low_rank in 5 heads (rank 3 to 12), regions"."""
+    parts = []
+    for term, count in Counter(d.term for d in result.decisions).items():
+        ranks = [d.rank for d in result.decisions if d.term == term and d.rank is not None]
+        rank = f" (rank {min(ranks)} to {max(ranks)})" if ranks else ""
+        what = "no term needed" if term == "none" else term
+        parts.append(f"{what} in {count} head{'s' if count > 1 else ''}{rank}")
+    parts += [term.kind for term in description.exact_terms]
+    parts += [f"{name} in each call" for name in description.builders]
+    return ", ".join(parts) or "no bias"
