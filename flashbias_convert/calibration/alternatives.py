@@ -109,7 +109,8 @@ def _cost(site: SitePlan) -> float:
 
 
 def _run(bias: ScoreBias, masks: tuple[Term, ...], call: Call) -> Tensor:
-    terms = ScoreBiasModule(ScoreBias(bias.terms + masks, bias.num_heads), "eager")
+    added = ScoreBias(bias.terms + masks, bias.num_heads).to(call.q.device)
+    terms = ScoreBiasModule(added, "eager")
     out: Tensor = terms(call.q, call.k, call.v, **call.options)
     return out
 
@@ -122,8 +123,8 @@ def _errors(
     for call, expected in zip(calls, reference, strict=True):
         change = _run(bias, masks, call).double() - expected.double()
         per_head = [d for d in range(change.dim()) if d != change.dim() - 3]
-        off += change.square().sum(per_head)
-        size += expected.double().square().sum(per_head)
+        off += change.square().sum(per_head).cpu()
+        size += expected.double().square().sum(per_head).cpu()
     return (off / size.clamp(min=torch.finfo(torch.float64).tiny)).sqrt()
 
 
