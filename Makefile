@@ -44,7 +44,8 @@ unit: $(VENV)/.installed-dev
 
 # the kernel itself, in Triton's interpreter
 interpreter: $(VENV)/.installed-dev
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n auto tests/attention tests/abuse/test_operator.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n auto tests/attention tests/launch_tuning \
+		tests/abuse/test_operator.py
 
 # what `unit` and `interpreter` try a little of, in full; prints what was tried and how it ended
 abuse: $(VENV)/.installed-dev

@@ -45,20 +45,14 @@ def candidates(name: str, quick: bool) -> list[LaunchSettings]:
     ]
 
 
-def use(settings: LaunchSettings) -> None:
-    """Make the launcher use these settings."""
-    launch.launch_settings = lambda **_: settings  # type: ignore[assignment]
-    launch._PLANS.clear()
-
-
 def run_once(job: tuple[str, LaunchSettings]) -> None:
     """Compile and run one setting; failures show again when it is timed."""
     name, settings = job
     call = make_call(name)
-    use(settings)
     try:
-        call()
-        torch.cuda.synchronize()
+        with launch.forced(settings):
+            call()
+            torch.cuda.synchronize()
     except Exception as error:
         print(f"{name} {settings}: {str(error).splitlines()[0][:100]}", flush=True)
 
@@ -100,9 +94,9 @@ def main() -> None:
             call = make_call(name)
             results = []
             for settings in candidates(name, options.quick):
-                use(settings)
                 try:
-                    results.append((time_ms(call), settings))
+                    with launch.forced(settings):
+                        results.append((time_ms(call), settings))
                 except Exception:
                     continue
             for ms, s in sorted(results, key=lambda r: r[0]):

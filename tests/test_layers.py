@@ -27,7 +27,7 @@ LAYERS = [
     {"inspection", "patching", "checkpoint"},
     {"inputs", "views", "huggingface"},
     {"verification", "probing", "plotting", "report"},
-    {"calibration", "benchmark", "fitting"},
+    {"calibration", "benchmark", "fitting", "launch_tuning"},
     {"cli"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}

@@ -6,8 +6,8 @@ with a small input would otherwise spend more time in Python than on the card.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .local_settings import settings_for
 from .packing import SMALLEST_SCALE, GroupSpec
 from .strides import TAILS, VECTORS, batch_entry, batch_strides, collapse_batch, own_strides
-from .tuning import LaunchSettings, launch_settings
+from .tuning import LaunchSettings
 
 #: Batch dimensions that the kernel can tell apart.
 MAX_BATCH_DIMS = 3
@@ -52,6 +53,35 @@ class LaunchPlan:
 
 _PLANS: dict[Hashable, LaunchPlan] = {}
 
+#: what `observed` set: called with the group, its tensors and the options of every launch
+_observer: Callable[[GroupSpec, Mapping[str, Tensor], dict[str, Any]], None] | None = None
+#: what `forced` set: settings that take the place of those of the shape
+_forced: LaunchSettings | None = None
+
+
+@contextmanager
+def observed(
+    observer: Callable[[GroupSpec, Mapping[str, Tensor], dict[str, Any]], None],
+) -> Iterator[None]:
+    """Tell `observer` of every launch of this process while the block runs."""
+    global _observer
+    before, _observer = _observer, observer
+    try:
+        yield
+    finally:
+        _observer = before
+
+
+@contextmanager
+def forced(settings: LaunchSettings) -> Iterator[None]:
+    """Launch with these settings, whatever the shape, while the block runs."""
+    global _forced, _PLANS
+    before, _forced, plans, _PLANS = _forced, settings, _PLANS, {}
+    try:
+        yield
+    finally:
+        _forced, _PLANS = before, plans
+
 
 def launch(
     spec: GroupSpec,
@@ -77,6 +107,9 @@ def launch(
     """
     if tensors["o"].numel() == 0:
         return
+    if _observer is not None:
+        options = {"scale": scale, "causal": causal, "query_start": query_start}
+        _observer(spec, tensors, {**options, "cosine": cosine, "bounded": bounded})
     layout = tuple((n, t.dtype, t.shape, t.stride()) for n, t in tensors.items())
     plain_scale = "scale" not in tensors and scale >= SMALLEST_SCALE
     key = (spec, causal, cosine, bounded, plain_scale, tensors["q"].device, layout)
@@ -131,14 +164,7 @@ def make_plan(
     n, m, d, dv = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     heads = q.shape[-3] if spec.heads is None else len(spec.heads)
     half = q.dtype != torch.float32
-    settings = launch_settings(
-        n=n,
-        d=padded(d),
-        dv=padded(dv),
-        columns=spec.columns,
-        half=half,
-        terms=spec.tensors,
-    )
+    settings = _forced or settings_for(q.device, **shape_of(spec, tensors))
     values: dict[str, Any] = dict.fromkeys([f"{name}_ptr" for name in (*TAILS, *VECTORS)])
     values |= dict.fromkeys([f"{name}_strides" for name in TAILS])
     for name, own in zip(walked, strides, strict=True):
@@ -179,6 +205,19 @@ def make_plan(
         grid=-(-n // settings.block_m) * heads * sizes[0] * sizes[1] * sizes[2],
         settings=settings,
     )
+
+
+def shape_of(spec: GroupSpec, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What launch settings depend on; see `tuning.launch_settings`."""
+    q, v = tensors["q"], tensors["v"]
+    return {
+        "n": q.shape[-2],
+        "d": padded(q.shape[-1]),
+        "dv": padded(v.shape[-1]),
+        "columns": spec.columns,
+        "half": q.dtype != torch.float32,
+        "terms": spec.tensors,
+    }
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -27,6 +27,7 @@ from .probe import probe
 from .recipes import recipes
 from .restore import restore
 from .show import show
+from .tune import tune
 from .verify import verify
 
 PROGRAM = "flashbias-convert"
@@ -37,6 +38,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "fit": fit,
     "verify": verify,
     "bench": bench,
+    "tune": tune,
     "restore": restore,
     "show": show,
     "recipes": recipes,

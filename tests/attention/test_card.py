@@ -96,15 +96,12 @@ def test_a_hundred_calls_give_the_same_bits(name: str) -> None:
 
 @pytest.mark.parametrize("block", [32, 64, 128])
 @pytest.mark.parametrize("warps", [1, 2, 4, 8])
-def test_launch_settings_change_rounding_only(
-    warps: int, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launch_settings_change_rounding_only(warps: int, block: int) -> None:
     x = Inputs(CUDA, torch.float16, n=130, heads=2)
     bias = x.bias(x.low_rank(), x.table())
     settings = LaunchSettings(block, 32, warps, 2)
-    monkeypatch.setattr(launch, "launch_settings", lambda **_: settings)
-    monkeypatch.setattr(launch, "_PLANS", {})
-    out = flashbias_attention(x.q, x.k, x.v, bias, backend="triton")
+    with launch.forced(settings):
+        out = flashbias_attention(x.q, x.k, x.v, bias, backend="triton")
     assert_parity(out, plain_of(x, bias), truth_of(x, bias))
 
 

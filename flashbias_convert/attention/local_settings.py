@@ -1,0 +1,150 @@
+"""Launch settings that were measured on this machine, in a file for each kind of card.
+
+`flashbias-convert tune` writes them. They are read once in a process and never change within it,
+so the same call gives the same bits; without a file the rule of `tuning` holds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .tuning import LaunchSettings, launch_settings
+
+#: Version of the file.
+VERSION = 1
+#: Where files lie, unless this environment variable names another folder.
+FOLDER_VARIABLE = "FLASHBIAS_TUNING"
+#: Longer sequences than this are told apart by powers of two only.
+LONGEST_EXACT = 1024
+
+
+@dataclass(frozen=True)
+class ShapeClass:
+    """Calls that share their launch settings.
+
+    Attributes:
+        n: queries; of long sequences the next power of two.
+        d, dv: head sizes, padded to powers of two.
+        columns: padded number of factor columns.
+        half: fp16 or bf16 inputs.
+        terms: names of the tensors that the kernel reads besides q, k and v, sorted.
+    """
+
+    n: int
+    d: int
+    dv: int
+    columns: int
+    half: bool
+    terms: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, *, n: int, d: int, dv: int, columns: int, half: bool, terms: Collection[str]
+    ) -> ShapeClass:
+        """The class of a call; see `tuning.launch_settings` for the arguments."""
+        length = n if n <= LONGEST_EXACT else 1 << (n - 1).bit_length()
+        return cls(length, d, dv, columns, half, tuple(sorted(terms)))
+
+
+def settings_for(
+    device: torch.device,
+    *,
+    n: int,
+    d: int,
+    dv: int,
+    columns: int,
+    half: bool,
+    terms: Collection[str],
+) -> LaunchSettings:
+    """Settings for one launch: what was measured here, else the rule.
+
+    Args:
+        device: of the tensors.
+        n, d, dv, columns, half, terms: see `tuning.launch_settings`.
+    """
+    shape = {"n": n, "d": d, "dv": dv, "columns": columns, "half": half, "terms": terms}
+    if device.type == "cuda":
+        found = _measured(torch.cuda.get_device_name(device))
+        own = found.get(ShapeClass.of(**shape)) if found else None  # type: ignore[arg-type]
+        if own is not None:
+            return own
+    return launch_settings(**shape)  # type: ignore[arg-type]
+
+
+def settings_file(card: str) -> Path:
+    """The file of a card, by its name, whether it exists or not."""
+    own = os.environ.get(FOLDER_VARIABLE)
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(own) if own else cache_home / "flashbias-convert" / "tuning"
+    return folder / f"{re.sub(r'[^A-Za-z0-9]+', '-', card).strip('-').lower()}.json"
+
+
+@cache
+def _measured(card: str) -> Mapping[ShapeClass, LaunchSettings]:
+    file = settings_file(card)
+    if not file.is_file():
+        return {}
+    try:
+        return read_settings(file)
+    except (OSError, ValueError, TypeError, KeyError) as problem:
+        warnings.warn(
+            f"the launch settings in {file} are not used: {problem}; run `flashbias-convert tune` "
+            "again, or delete the file",
+            stacklevel=2,
+        )
+        return {}
+
+
+def read_settings(file: Path) -> dict[ShapeClass, LaunchSettings]:
+    """What a file holds.
+
+    Raises:
+        ValueError: another version, or no such file of settings.
+        TypeError, KeyError: fields that are unknown or missing.
+        OSError: it cannot be read.
+    """
+    content = json.loads(file.read_text())
+    if not isinstance(content, dict) or content.get("version") != VERSION:
+        raise ValueError(f"it is not a file of version {VERSION}")
+    found = {}
+    for entry in content["settings"]:
+        shape = {**entry["shape"], "terms": tuple(entry["shape"]["terms"])}
+        found[ShapeClass(**shape)] = LaunchSettings(**entry["settings"])
+    return found
+
+
+def write_settings(
+    file: Path, settings: Mapping[ShapeClass, LaunchSettings], about: Mapping[str, Any]
+) -> None:
+    """Write a file, whole or not at all; entries of an earlier one for other shapes are kept.
+
+    Args:
+        file: see `settings_file`; its folder is made.
+        settings: by class of shapes.
+        about: the card and versions, for whoever reads the file.
+    """
+    kept: dict[ShapeClass, LaunchSettings] = {}
+    if file.is_file():
+        try:
+            kept = read_settings(file)
+        except (ValueError, TypeError, KeyError):
+            kept = {}  # it was of no use to anybody
+    entries = [
+        {"shape": asdict(shape), "settings": asdict(own)}
+        for shape, own in {**kept, **settings}.items()
+    ]
+    content = {"version": VERSION, **about, "settings": entries}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.replace(file)

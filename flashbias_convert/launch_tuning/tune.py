@@ -1,0 +1,103 @@
+"""Time settings launch by launch, and keep the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from ..attention import launch
+from ..attention.local_settings import ShapeClass
+from ..attention.tuning import LaunchSettings
+from .candidates import candidates
+from .record import Launch
+
+#: Settings must be faster than the rule's by this much to replace them: less is noise.
+WORTHWHILE = 0.97
+
+#: runs a launch a few times; milliseconds of one
+Clock = Callable[[Callable[[], None]], float]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What was measured for one class of shapes.
+
+    Attributes:
+        shape: the class.
+        rule_ms: with the settings of the rule.
+        best_ms: with `settings`.
+        settings: the fastest, or those of the rule where no others are clearly faster.
+        tried: how many settings ran.
+        failed: settings that do not run on this card, with the reason.
+    """
+
+    shape: ShapeClass
+    rule_ms: float
+    best_ms: float
+    settings: LaunchSettings
+    tried: int
+    failed: dict[LaunchSettings, str] = field(default_factory=dict)
+
+
+def tune_launches(
+    launches: Iterable[Launch],
+    *,
+    clock: Clock | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> list[Tuned]:
+    """Measure the candidates of every launch; settings in use do not change.
+
+    Args:
+        launches: from `recorded_launches`.
+        clock: how to time a launch; default CUDA events.
+        progress: called with settings done, settings in all, and the class of shapes.
+
+    Returns:
+        One result for each launch.
+    """
+    launches = list(launches)
+    everything = [candidates(each.shape) for each in launches]
+    total, done, found = sum(map(len, everything)), 0, []
+    for each, settings in zip(launches, everything, strict=True):
+        times: dict[LaunchSettings, float] = {}
+        failed: dict[LaunchSettings, str] = {}
+        for one in settings:
+            try:
+                times[one] = _time(each, one, clock or _on_card)
+            except Exception as problem:  # too much shared memory, say: the others still count
+                failed[one] = str(problem).splitlines()[0][:200] if str(problem) else repr(problem)
+            done += 1
+            if progress is not None:
+                progress(done, total, f"{each.shape.n} x {each.shape.d}")
+        found.append(_best(each.shape, settings[0], times, failed))
+    return found
+
+
+def _time(each: Launch, settings: LaunchSettings, clock: Clock) -> float:
+    with launch.forced(settings):
+        return clock(each.run)
+
+
+def _best(
+    shape: ShapeClass,
+    rule: LaunchSettings,
+    times: dict[LaunchSettings, float],
+    failed: dict[LaunchSettings, str],
+) -> Tuned:
+    if rule not in times:
+        raise RuntimeError(f"the kernel does not run on this card: {failed[rule]}")
+    best = min(times, key=lambda s: times[s])
+    if times[best] > WORTHWHILE * times[rule]:
+        best = rule
+    return Tuned(shape, times[rule], times[best], best, len(times), failed)
+
+
+def _on_card(call: Callable[[], None]) -> float:
+    """Median milliseconds of CUDA graph replays: no gaps between launches."""
+    from triton.testing import do_bench_cudagraph
+
+    call()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        return float(do_bench_cudagraph(call, rep=30, return_mode="median"))
