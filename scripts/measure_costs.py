@@ -1,0 +1,115 @@
+"""What every form of a bias costs beside the same attention without one, on this card.
+
+python scripts/measure_costs.py [--lengths N ...] [--head-sizes D ...] [--output FILE.csv]
+
+bf16, forward, time on the card (CUDA graph replays). The batch is chosen so that every length has
+about the same number of scores. `share` is the time that the form adds over the time without a
+bias; `per_score_ps` the same per score, in picoseconds. Kernels are compiled in parallel processes
+first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import multiprocessing
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from attention_shapes import Shape, alibi, dense, low_rank, offsets, with_regions
+from torch import Tensor
+from tune_attention import time_ms
+
+from flashbias_convert import Diagonal, ScoreBias
+from flashbias_convert.attention import PreparedBias, flashbias_attention
+
+ROOT = Path(__file__).resolve().parent.parent
+DEVICE = torch.device("cuda")
+HEADS = 8
+SCORES = 2**28
+Make = Callable[[Shape, torch.device], ScoreBias]
+
+
+def with_diagonal(make: Make) -> Make:
+    """Another bias plus a diagonal."""
+
+    def both(shape: Shape, device: torch.device) -> ScoreBias:
+        own = Diagonal(values=torch.randn(shape.heads, shape.n, device=device))
+        return make(shape, device) + ScoreBias((own,), shape.heads)
+
+    return both
+
+
+def nothing(shape: Shape, device: torch.device) -> ScoreBias:
+    """No bias at all."""
+    return ScoreBias((), shape.heads)
+
+
+FORMS: dict[str, Make] = {
+    "none": nothing,
+    **{f"low_rank {rank}": low_rank(rank) for rank in (16, 32, 64, 128)},
+    "low_rank 16 + diagonal": with_diagonal(low_rank(16)),
+    "relative_table": offsets,
+    "dense": dense,
+    "alibi": alibi,
+    "regions": with_regions(nothing),
+}
+
+
+def shape_of(n: int, d: int) -> Shape:
+    """About `SCORES` scores."""
+    return Shape((max(1, SCORES // (HEADS * n * n)),), HEADS, n, d)
+
+
+def make_call(n: int, d: int, form: str) -> Callable[[], Tensor]:
+    """A function without arguments that runs the attention once."""
+    shape = shape_of(n, d)
+    torch.manual_seed(0)
+    q, k, v = shape.inputs(torch.bfloat16, DEVICE)
+    bias = PreparedBias(FORMS[form](shape, DEVICE))
+    return lambda: flashbias_attention(q, k, v, bias, backend="triton")
+
+
+def compile_one(job: tuple[int, int, str]) -> None:
+    """Compile what a job launches; failures show again when it is timed."""
+    try:
+        make_call(*job)()
+        torch.cuda.synchronize()
+    except Exception as problem:
+        print(*job, str(problem).splitlines()[0][:100], flush=True)
+
+
+def main() -> None:
+    """Compile, time, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lengths", type=int, nargs="*",
+                        default=[64, 144, 256, 576, 1024, 2048, 4096])  # fmt: skip
+    parser.add_argument("--head-sizes", type=int, nargs="*", default=[32, 64, 128])
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--output", type=Path, default=ROOT / "scripts/results/costs.csv")
+    options = parser.parse_args()
+    jobs = [(n, d, form) for d in options.head_sizes for n in options.lengths for form in FORMS]
+    with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
+        pool.map(compile_one, jobs, chunksize=2)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    with options.output.open("w", newline="") as file:
+        writer = csv.writer(file)
+        names = ["n", "head_size", "form", "ms", "share", "per_score_ps", "card", "torch"]
+        writer.writerow(names)
+        plain = 0.0
+        for n, d, form in jobs:
+            ms = time_ms(make_call(n, d, form))
+            plain = ms if form == "none" else plain
+            shape = shape_of(n, d)
+            scores = shape.batch[0] * HEADS * n * n
+            row = [n, d, form, f"{ms:.4f}", f"{ms / plain - 1:.3f}",
+                   f"{1e9 * (ms - plain) / scores:.4f}"]  # fmt: skip
+            writer.writerow([*row, torch.cuda.get_device_name(), torch.__version__])
+            file.flush()
+            print(*row, flush=True)
+
+
+if __name__ == "__main__":
+    main()
