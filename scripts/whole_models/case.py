@@ -133,7 +133,7 @@ def converted(model: nn.Module, way: str, **how: Any) -> nn.Module:
         RuntimeError: a site is not patched.
     """
     method = "exact" if way == EXACT else "auto"
-    plan = patch_model(model, **{"method": method, "force_all": True, **how})
+    plan = patch_model(model, method=method, force_all=way == EXACT, **how)
     left = [site for site in plan.sites if site.status in ("failed", "unsupported")]
     if left or not plan.patched:
         raise RuntimeError(f"not converted: {left[0].name if left else 'no site'}")
