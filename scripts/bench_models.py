@@ -71,14 +71,10 @@ def run(
     how = Options(device, getattr(torch, options.dtype), options.repeats, options.limit_s)
     where = machine(device, how.dtype)
     for case in cases:
-        wanted = [
-            variant
-            for variant in case.variants()
-            if _matches(variant, options.variants)
-            and not table.has(case.name, variant, where["device"])
-        ]
         truth = None
-        for variant in wanted:
+        for variant in _chosen(case.variants(), options.variants):
+            if table.has(case.name, variant, where["device"]):
+                continue
             if options.stop_s and time.monotonic() - started > options.stop_s:
                 print(f"stopped before {case.name}, {variant}")
                 return
@@ -87,8 +83,10 @@ def run(
             table.add({**measure_row(case, variant, how, truth), **where, **extra})
 
 
-def _matches(name: str, patterns: list[str] | None) -> bool:
-    return patterns is None or any(fnmatch.fnmatchcase(name, p) for p in patterns)
+def _chosen(names: list[str], patterns: list[str] | None) -> list[str]:
+    """Those that match, in the order of the patterns."""
+    found = (n for p in patterns or ["*"] for n in names if fnmatch.fnmatchcase(n, p))
+    return list(dict.fromkeys(found))
 
 
 def main() -> None:
@@ -110,7 +108,7 @@ def main() -> None:
     if unknown:
         parser.error(f"no model is called {unknown[0]!r}; see --list")
     table = Table(options.output, resume=options.resume)
-    run((case for name, case in cases.items() if _matches(name, patterns)), options, table)
+    run((cases[name] for name in _chosen(list(cases), patterns)), options, table)
     figure.draw(table.rows, options.output.with_suffix(".png"))
     print(summary(table.rows, REFERENCES))
 

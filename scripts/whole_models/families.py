@@ -160,7 +160,7 @@ def _timm(s: Sizes) -> _Parts:
         tiny_vit: dict[str, Any] = {"embed_dims": (16, 32, 32, 32), "depths": (1, 1, 1, 1),
                                     "num_heads": (1, 2, 2, 2), "window_sizes": (4, 4, 4, 2)}  # fmt: skip
         sam: dict[str, Any] = {**beit, "window_size": 2, "global_attn_indexes": ()}
-        mvit: dict[str, Any] = {"img_size": 64, "embed_dims": 16, "depths": (1, 1, 1, 1)}
+        mvit: dict[str, Any] = {"img_size": 64}
     else:
         swin = {"depths": (2, 2, 2, 2)}
         swin2, size = swin, 224
@@ -199,7 +199,8 @@ def _vision(s: Sizes) -> _Parts:
     swin2 = {**swin, "image_size": 32 if s.tiny else 256, "window_size": 4 if s.tiny else 16}
     sam_size = 32 if s.tiny else 512
     sam = {**s.bert(), "mlp_dim": 4 * s.dim, "image_size": sam_size, "output_channels": 16,
-           "window_size": 2 if s.tiny else 14, "global_attn_indexes": [0]}  # fmt: skip
+           "window_size": 2 if s.tiny else 14, "global_attn_indexes": [0],
+           "initializer_range": 0.02}  # fmt: skip
     sam.pop("intermediate_size")
     vitdet = {**s.bert(), "image_size": sam_size, "window_size": 2 if s.tiny else 14,
               "window_block_indices": [1], "use_relative_position_embeddings": True}  # fmt: skip

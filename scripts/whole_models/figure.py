@@ -54,20 +54,37 @@ def _bars(ax: Any, rows: Sequence[dict[str, str]]) -> None:
 
 
 def draw_lengths(rows: Sequence[dict[str, str]], path: Path, title: str) -> None:
-    """Milliseconds, memory and memory of the biases by length, a line per variant."""
+    """Milliseconds, memory and memory of the biases by length, a line per variant.
+
+    Args:
+        rows: of models whose names end in their length; the rest of the name makes a row of panels.
+        path: of the picture.
+        title: above everything.
+    """
     from flashbias_convert.plotting.figure import new_figure
 
-    figure = new_figure(15.0, 4.2)
-    names = {"median_ms": "ms, median", "peak_mib": "MiB beyond weights", "bias_mib": "MiB of bias"}
-    for ax, (column, label) in zip(figure.subplots(1, 3), names.items(), strict=True):
-        for variant in dict.fromkeys(row["variant"] for row in rows):
-            _line(ax, [row for row in rows if row["variant"] == variant], column)
-        ax.set_xscale("log", base=2)
-        ax.set_yscale("log")
-        ax.set(xlabel="N", ylabel=label)
-    figure.axes[0].legend(fontsize=7)
+    kinds = list(dict.fromkeys(_kind(row) for row in rows))
+    figure = new_figure(15.0, 3.8 * len(kinds) + 0.4)
+    panels = figure.subplots(len(kinds), len(_AXES), squeeze=False)
+    for kind, line in zip(kinds, panels, strict=True):
+        own = [row for row in rows if _kind(row) == kind]
+        for ax, (column, label) in zip(line, _AXES.items(), strict=True):
+            for variant in dict.fromkeys(row["variant"] for row in own):
+                _line(ax, [row for row in own if row["variant"] == variant], column)
+            ax.set_xscale("log", base=2)
+            ax.set_yscale("log")
+            ax.set(xlabel="N", ylabel=label)
+        line[0].set_title(kind, fontsize=9)
+        line[0].legend(fontsize=7)
     figure.suptitle(f"{title} {rows[0]['device']}, {rows[0]['dtype']}", fontsize=10)
     figure.savefig(path, dpi=110)
+
+
+_AXES = {"median_ms": "ms, median", "peak_mib": "MiB beyond weights", "bias_mib": "MiB of bias"}
+
+
+def _kind(row: dict[str, str]) -> str:
+    return row["model"].rpartition(" ")[0].rstrip(",")
 
 
 def _line(ax: Any, rows: Sequence[dict[str, str]], column: str) -> None:

@@ -51,9 +51,7 @@ class HandAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Shapes (B, H, N, D) to the same shape."""
         if self.way == NO_BIAS:
-            return F.scaled_dot_product_attention(
-                q, k, v, is_causal=self.causal, scale=self.scale
-            )
+            return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, scale=self.scale)
         if self.way == SDPA:
             return self._sdpa(q, k, v)
         if self.way == FLEX:

@@ -53,9 +53,7 @@ class HandAlibiAttention(AlibiGPT2Attention):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Any, mask: Any, slots: Any) -> Tensor:
         if self.way in (SDPA, NO_BIAS):
             causal = bias is None and q.shape[-2] == k.shape[-2]
-            return F.scaled_dot_product_attention(
-                q, k, v, bias, is_causal=causal, scale=self.scale
-            )
+            return F.scaled_dot_product_attention(q, k, v, bias, is_causal=causal, scale=self.scale)
         if self.way == FLEX:
             return self.attend(q, k, v, bias[0], None, mask, self.scale)
         if self.way == FLEX_ALIBI:

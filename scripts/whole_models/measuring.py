@@ -129,9 +129,7 @@ def measure_row(case: Case, variant: str, options: Options, truth: Truth) -> dic
     return row
 
 
-def _measured(
-    case: Case, way: str, mode: str, options: Options, truth: Truth
-) -> dict[str, Any]:
+def _measured(case: Case, way: str, mode: str, options: Options, truth: Truth) -> dict[str, Any]:
     device = options.device
     started, base = time.perf_counter(), allocated(device)
     ready = case.prepare(way, device, options.dtype)
@@ -183,9 +181,7 @@ def _numbers(found: Measured, batch: int) -> dict[str, Any]:
     }
 
 
-def _errors(
-    found: dict[str, Tensor], truth: Truth, dtype: torch.dtype, way: str
-) -> dict[str, Any]:
+def _errors(found: dict[str, Tensor], truth: Truth, dtype: torch.dtype, way: str) -> dict[str, Any]:
     if truth.wide is None:
         return {"truth": truth.how}
     plain = truth.plain
