@@ -4,7 +4,9 @@ python scripts/bench_models.py [--models NAME...] [--variants NAME...] [--tiny] 
 
 Models are those of `--list`; "families" stands for one real model of every recipe. Variants are a
 way to compute attention ("original", "sdpa", "flex", "flex-alibi", "none", "ours", "exact"), with
-"-compiled" or "-graphs" (CUDA graphs) behind it, or nothing for eager mode. Weights are random;
+"-compiled", "-graphs" (CUDA graphs), "-warm" (compiled after a call in eager mode) or "-layers"
+(blocks compiled one by one) behind it, or nothing for eager mode. The columns "graphs" and "graph_breaks" tell how it was compiled; there is
+one way more for ALiBi, computed inside FlexAttention, which no dense bias is. Weights are random;
 position biases are drawn from the trained examples where there are some. Times are those of CUDA
 events around calls, after a write that flushes the cache. Memory is the peak of a call beyond
 weights and inputs, with everything that is kept of biases. Errors are those of the first sample's

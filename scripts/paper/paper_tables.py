@@ -15,10 +15,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench_models import add_options, run  # noqa: E402
-from whole_models import figure  # noqa: E402
-from whole_models.case import NO_BIAS, Case, split_variant  # noqa: E402
-from whole_models.writing import Table  # noqa: E402
+from bench_models import add_options, run
+from whole_models import figure
+from whole_models.case import NO_BIAS, Case, split_variant
+from whole_models.writing import Table
 
 _OWN = ("time", "delta", "ratio_to_no_bias")
 _PAPER = ("paper_row", "paper_time", "paper_delta", "paper_mb", "paper_note")

@@ -155,28 +155,33 @@ def _timm(s: Sizes) -> _Parts:
     if s.tiny:
         swin: dict[str, Any] = {"img_size": 32, "patch_size": 4, "embed_dim": 16, "depths": (1, 1)}
         swin |= {"num_heads": (1, 2), "window_size": 4}
-        swin2, size = swin, 32
+        size = 32
         beit: dict[str, Any] = {"img_size": 32, "embed_dim": 32, "depth": 1, "num_heads": 2}
-        tiny_vit: dict[str, Any] = {"embed_dims": (16, 32, 32, 32), "depths": (1, 1, 1, 1),
-                                    "num_heads": (1, 2, 2, 2), "window_sizes": (4, 4, 4, 2)}  # fmt: skip
+        tiny_vit: dict[str, Any] = {"embed_dims": (16, 32, 32, 32), "depths": (1, 1, 1, 1)}
+        tiny_vit |= {"num_heads": (1, 2, 2, 2), "window_sizes": (4, 4, 4, 2)}
         sam: dict[str, Any] = {**beit, "window_size": 2, "global_attn_indexes": ()}
         mvit: dict[str, Any] = {"img_size": 64}
     else:
         swin = {"depths": (2, 2, 2, 2)}
-        swin2, size = swin, 224
+        size = 224
         beit = {"depth": s.layers}
         sam = {"depth": s.layers, "img_size": 512, "global_attn_indexes": (1, 3)}
         mvit, tiny_vit = {}, {}
+    pooled = 64 if s.tiny else 224
+
+    def of_size(full: int) -> Inputs:
+        return images(32 if s.tiny else full)
+
     relpos = {k: v for k, v in beit.items() if k != "img_size" or s.tiny}
     return {
         "timm_swinv2, tiny, 8 layers": (
-            s.batch, 256, of_timm("swinv2_tiny_window16_256", **swin2), images(size if s.tiny else 256),
+            s.batch, 256, of_timm("swinv2_tiny_window16_256", **swin), of_size(256),
         ),
         "timm_swin, base 384, 8 layers": (
-            s.batch, 144, of_timm("swin_base_patch4_window12_384", **swin), images(size if s.tiny else 384),
+            s.batch, 144, of_timm("swin_base_patch4_window12_384", **swin), of_size(384),
         ),
         f"timm_beit, base 384, {s.layers} layers": (
-            s.batch, 577, of_timm("beit_base_patch16_384", **beit), images(size if s.tiny else 384),
+            s.batch, 577, of_timm("beit_base_patch16_384", **beit), of_size(384),
         ),
         f"timm_rel_pos, ViT medium, {s.layers} layers": (
             s.batch, 196, of_timm("vit_relpos_medium_patch16_224", **relpos), images(size),
@@ -185,9 +190,9 @@ def _timm(s: Sizes) -> _Parts:
             s.batch, 576, of_timm("tiny_vit_21m_384", **tiny_vit), images(64 if s.tiny else 384),
         ),
         f"timm_sam, base 512, {s.layers} layers": (
-            max(1, s.batch // 4), 1024, of_timm("samvit_base_patch16", **sam), images(32 if s.tiny else 512),
+            max(1, s.batch // 4), 1024, of_timm("samvit_base_patch16", **sam), of_size(512),
         ),
-        "timm_mvitv2, tiny": (s.batch, 3136, of_timm("mvitv2_tiny", **mvit), images(64 if s.tiny else 224)),
+        "timm_mvitv2, tiny": (s.batch, 3136, of_timm("mvitv2_tiny", **mvit), images(pooled)),
     }  # fmt: skip
 
 

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .case import split_variant
+
 _COLORS = {"ours": "#2f6fab", "exact": "#7fb0dc", "none": "#bdbdbd", "original": "#c0504d",
            "sdpa": "#e0a458", "flex": "#6a9a5b", "flex-alibi": "#a9c99a"}  # fmt: skip
 _COLUMNS = 3
-_MARKS = {"eager": "o", "compiled": "s", "graphs": "^"}
+_MARKS = {"eager": "o", "compiled": "s", "graphs": "^", "warm": "v", "layers": "D"}
 
 
 def draw(rows: Sequence[dict[str, str]], path: Path, title: str = "") -> None:
@@ -43,7 +45,7 @@ def draw(rows: Sequence[dict[str, str]], path: Path, title: str = "") -> None:
 def _bars(ax: Any, rows: Sequence[dict[str, str]]) -> None:
     for i, row in enumerate(rows):
         ms = float(row["median_ms"] or 0)
-        way = row["variant"].removesuffix("-compiled").removesuffix("-graphs")
+        way = split_variant(row["variant"])[0]
         ax.barh(i, ms, color=_COLORS.get(way, "#888888"))
         ax.text(ms, i, f" {ms:.3g}" if ms else f" {row['reason'][:40]}", va="center", fontsize=7)
     ax.set_yticks(range(len(rows)), [row["variant"] for row in rows], fontsize=7)
@@ -92,7 +94,7 @@ def _line(ax: Any, rows: Sequence[dict[str, str]], column: str) -> None:
         (int(row["tokens"]), float(row[column])) for row in rows if float(row[column] or 0) > 0
     )
     if found:
-        way = rows[0]["variant"].removesuffix("-compiled").removesuffix("-graphs")
+        way = split_variant(rows[0]["variant"])[0]
         ax.plot(*zip(*found, strict=True), marker=_MARKS[rows[0]["mode"]], markersize=4,
                 color=_COLORS.get(way), label=rows[0]["variant"],
                 linestyle="-" if rows[0]["mode"] == "eager" else "--")  # fmt: skip

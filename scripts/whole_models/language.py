@@ -19,7 +19,7 @@ from flashbias_convert.models.alibi_gpt2 import (
 from flashbias_convert.models.alibi_gpt2_config import AlibiGPT2Config
 from flashbias_convert.models.caches import CACHE_FIELD, cached_sizes, token_slots
 
-from .case import BY_ROWS, EXACT, FLEX, FLEX_ALIBI, NO_BIAS, ORIGINAL, SDPA, Case, converted
+from .case import BY_ROWS, EXACT, FLEX, FLEX_ALIBI, MODES, NO_BIAS, ORIGINAL, SDPA, Case, converted
 from .hand import attention_by_rows, causal_mask, flex_alibi_on, flex_on
 
 _WAYS = (ORIGINAL, SDPA, FLEX, FLEX_ALIBI, NO_BIAS, EXACT)
@@ -171,7 +171,7 @@ def decode(name: str, config: dict[str, Any], batch: int, n: int, fixed: bool) -
         return (_ids(config, count, 1, device),), {CACHE_FIELD: cache, "use_cache": True}
 
     kind = "fixed cache" if fixed else "growing cache"
-    modes = ("eager", "compiled", "graphs") if fixed else ("eager",)
+    modes = MODES if fixed else MODES[:1]
     title = f"{name}, decode at {n}, {kind}"
     return Case(title, batch, n, _WAYS, _make(config), inputs, _alter, modes)
 

@@ -6,7 +6,7 @@ import contextlib
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 
 from flashbias_convert.benchmark.judge import outputs_of
 from flashbias_convert.benchmark.rows import failure, release
+from flashbias_convert.benchmark.stand_ins import complaining
 from flashbias_convert.benchmark.timing import Measured, allocated, measure
 from flashbias_convert.verification.difference import Accumulator, Difference
 
@@ -81,8 +82,13 @@ def find_truth(case: Case, options: Options) -> Truth:
     """The first sample through the original, in float32 and in the dtype in use.
 
     Where the original is out of memory in float32, its formula is computed a few rows at a time.
-    TF32 is off, as it is by default.
+    TF32 is off: by default convolutions would use it.
     """
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        return _find_truth(case, options)
+
+
+def _find_truth(case: Case, options: Options) -> Truth:
     wide, how = None, "original in float32"
     for way in (ORIGINAL, BY_ROWS):
         try:
@@ -115,18 +121,28 @@ def measure_row(case: Case, variant: str, options: Options, truth: Truth) -> dic
         "model": case.name, "variant": variant, "what": WAYS[way], "mode": mode,
         "batch": case.batch, "tokens": case.tokens, "status": "measured",
     }  # fmt: skip
-    torch.compiler.reset()  # what was compiled before counts against its limits
-    counters.clear()
+    _forget_compiled(options.device)
     try:
-        with time_limit(options.limit_s):
+        with time_limit(options.limit_s), complaining():
             row |= _measured(case, way, mode, options, truth)
     except OverTheLimit:
-        row |= {"status": "failed", "reason": f"over the limit of {options.limit_s:.0f} s"}
+        row |= {"status": "failed", "reason": f"over the limit of {options.limit_s:g} s"}
     except Exception as error:  # how a variant fails is its result
         row |= {"status": "failed", "reason": failure(error)}
         del error
+    _forget_compiled(options.device)
     release(options.device)
     return row
+
+
+def _forget_compiled(device: torch.device) -> None:
+    """What was compiled before holds memory, and counts against the limits of what comes."""
+    torch.compiler.reset()
+    counters.clear()
+    if device.type == "cuda":
+        from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+        reset_cudagraph_trees()
 
 
 def _measured(case: Case, way: str, mode: str, options: Options, truth: Truth) -> dict[str, Any]:
@@ -134,6 +150,8 @@ def _measured(case: Case, way: str, mode: str, options: Options, truth: Truth) -
     started, base = time.perf_counter(), allocated(device)
     ready = case.prepare(way, device, options.dtype)
     prepared_s = time.perf_counter() - started
+    if mode == "warm":
+        ready.model(*ready.args, **ready.kwargs)
     model = compiled(ready.model, mode)
     seen: list[dict[str, Tensor]] = []
 
@@ -161,8 +179,21 @@ def _measured(case: Case, way: str, mode: str, options: Options, truth: Truth) -
 
 
 def compiled(model: nn.Module, mode: str) -> Any:
-    """The model as a mode has it."""
+    """The model as a mode has it.
+
+    Raises:
+        RuntimeError: no blocks to compile one by one.
+    """
     if mode == "eager":
+        return model
+    if mode == "layers":
+        blocks = [m for m in model.modules() if type(m).__name__.endswith(("Block", "Layer"))]
+        # a layer of blocks is none: it would be unrolled
+        innermost = [b for b in blocks if not any(x in blocks for x in list(b.modules())[1:])]
+        if not innermost:
+            raise RuntimeError("no blocks to compile one by one")
+        for block in innermost:
+            block.compile(dynamic=False)
         return model
     how = {"mode": "reduce-overhead"} if mode == "graphs" else {}
     return torch.compile(model, dynamic=False, **how)
@@ -195,8 +226,12 @@ def _errors(found: dict[str, Tensor], truth: Truth, dtype: torch.dtype, way: str
     assert worst is not None
     if worst.not_finite:
         return {"truth": truth.how, "status": "wrong", "reason": f"NaN in {worst.not_finite}"}
-    numbers = {"truth": truth.how, "error_max": f"{worst.error_max:.3g}",
-               "error_rms": f"{worst.error_rms:.3g}", "largest": f"{worst.largest:.3g}"}  # fmt: skip
+    numbers = {
+        "truth": truth.how,
+        "error_max": f"{worst.error_max:.3g}",
+        "error_rms": f"{worst.error_rms:.3g}",
+        "largest": f"{worst.largest:.3g}",
+    }
     if plain is None:
         return numbers
     judged = "another function" if way == NO_BIAS else str(worst.within_rounding)
@@ -222,8 +257,3 @@ def _bytes(tensors: list[Any]) -> int:
     """Every storage once."""
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     return sum(storages.values())
-
-
-def on_device(options: Options, device: torch.device) -> Options:
-    """The same options elsewhere."""
-    return replace(options, device=device)

@@ -155,10 +155,8 @@ def attention(way: str, bias: StaticBias, dtype: torch.dtype, head_dim: int) -> 
         return ByRows(bias)
     if way == FLEX_ALIBI:
         return FlexAlibi(bias)
-    if way == NO_BIAS:
-        matrix = torch.empty(1, 1, 1, 1)
-    else:
-        matrix = bias.dense(dtype, hide=way == SDPA)
+    none = torch.empty(1, 1, 1, 1)
+    matrix = none if way == NO_BIAS else bias.dense(dtype, hide=way == SDPA)
     return HandAttention(way, matrix, head_dim**-0.5, bias.causal)
 
 

@@ -56,7 +56,7 @@ def pangu(name: str, **args: Any) -> Case:
     levels, (latitudes, longitudes) = args.get("levels", 13), args.get("grid", (721, 1440))
 
     def make(device: torch.device) -> nn.Module:
-        model = build(**args)
+        model = build(drop_path=0.0, **args)
         fill(model, learned_biases(EXAMPLE))
         return model.to(device)
 
