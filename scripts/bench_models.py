@@ -3,15 +3,17 @@
 python scripts/bench_models.py [--models NAME...] [--variants NAME...] [--tiny] [--device cpu]
 
 Models are those of `--list`; "families" stands for one real model of every recipe. Variants are a
-way to compute attention ("original", "sdpa", "flex", "flex-alibi", "none", "ours", "exact"), with
-"-compiled", "-graphs" (CUDA graphs), "-warm" (compiled after a call in eager mode) or "-layers"
-(blocks compiled one by one) behind it, or nothing for eager mode. The columns "graphs" and "graph_breaks" tell how it was compiled; there is
-one way more for ALiBi, computed inside FlexAttention, which no dense bias is. Weights are random;
-position biases are drawn from the trained examples where there are some. Times are those of CUDA
-events around calls, after a write that flushes the cache. Memory is the peak of a call beyond
-weights and inputs, with everything that is kept of biases. Errors are those of the first sample's
-outputs against the original in float32, with the same weights; "rounding" is the original's own
-in the same dtype.
+way to compute attention ("original", "sdpa", "flex", "flex-alibi", "none", "ours", "exact") in
+eager mode, or with a mode behind it: "-compiled", "-graphs" (CUDA graphs), "-warm" (compiled after
+a call in eager mode), "-layers" (blocks compiled one by one). "sdpa" and "flex" have the bias as a
+dense matrix, made once; "flex-alibi" computes ALiBi inside FlexAttention. "ours" is what this
+package decides, "exact" keeps every bit of the bias.
+
+Weights are random; position biases are drawn from the trained examples where there are some. Times
+are those of CUDA events around calls, after a write that flushes the cache. Memory is the peak of a
+call beyond weights and inputs, with everything that is kept of biases. Errors are those of the
+first sample's outputs against the original in float32, with the same weights; "rounding" is the
+original's own in the same dtype. "graphs" and "graph_breaks" tell how a row was compiled.
 
 Rows are written one by one. What fails or takes longer than --limit-s is a row with its reason;
 after --stop-s no row is begun. --resume keeps the rows of the file and adds those that it lacks.
