@@ -166,13 +166,23 @@ class ScoreBiasModule(nn.Module):
             ValueError: the tensors were loaded from a state dict of other terms.
         """
         without = tuple(kind for kind in without if kind in self._kinds)
-        if without not in self._prepared:
-            self._check_layout()
-            bias = ScoreBias.from_state(self._spec, dict(self.named_buffers()))
-            kept = tuple(term for term in bias.terms if term.kind not in without)
-            _check_codes(kept)
-            self._prepared[without] = PreparedBias(ScoreBias(kept, bias.num_heads))
-        return self._prepared[without]
+        if without in self._prepared:
+            return self._prepared[without]
+        self._check_layout()
+        bias = ScoreBias.from_state(self._spec, dict(self.named_buffers()))
+        kept = tuple(term for term in bias.terms if term.kind not in without)
+        _check_codes(kept)
+        made = PreparedBias(ScoreBias(kept, bias.num_heads))
+        # a graph that is being traced must not change what the next call finds: it would be
+        # compiled a second time
+        if not torch.compiler.is_compiling():
+            self._prepared[without] = made
+        return made
+
+    def prepare(self) -> None:
+        """Prepare everything that calls without terms of their own ask for."""
+        self.prepared()
+        self.prepared((Regions.kind,))  # maps of one window bring no mask
 
     def _check_layout(self) -> None:
         """Compare the layout that came with the tensors; reads it from its device."""

@@ -112,7 +112,7 @@ class PatchedAttention(Composed):
         sources = self.bias_sources()
         self._seal = Seal(state_of(sources), values_of(sources))
         self.score_bias.awaits_load = False
-        self.score_bias.prepared()  # now, so that torch.compile finds it made
+        self.score_bias.prepare()  # now, so that torch.compile finds it made
         self.score_bias.bound_scores(self.scale_bound())
 
     def is_stale(self) -> bool:

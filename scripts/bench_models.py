@@ -1,0 +1,121 @@
+"""Whole models, eager and compiled: original, patched by hand, without a bias, converted.
+
+python scripts/bench_models.py [--models NAME...] [--variants NAME...] [--tiny] [--device cpu]
+
+Models are those of `--list`; "families" stands for one real model of every recipe. Variants are a
+way to compute attention ("original", "sdpa", "flex", "flex-alibi", "none", "ours", "exact") in
+eager mode, or with a mode behind it: "-compiled", "-graphs" (CUDA graphs), "-warm" (compiled after
+a call in eager mode), "-layers" (blocks compiled one by one). "sdpa" and "flex" have the bias as a
+dense matrix, made once; "flex-alibi" computes ALiBi inside FlexAttention. "ours" is what this
+package decides, "exact" keeps every bit of the bias.
+
+Weights are random; position biases are drawn from the trained examples where there are some. Times
+are those of CUDA events around calls, after a write that flushes the cache. Memory is the peak of a
+call beyond weights and inputs, with everything that is kept of biases. Errors are those of the
+first sample's outputs against the original in float32, with the same weights; "rounding" is the
+original's own in the same dtype. "graphs" and "graph_breaks" tell how a row was compiled.
+
+Rows are written one by one. What fails or takes longer than --limit-s is a row with its reason;
+after --stop-s no row is begun. --resume keeps the rows of the file and adds those that it lacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from whole_models import families, figure, language, plain, vision, weather
+from whole_models.case import ROOT, Case
+from whole_models.measuring import Options, find_truth, measure_row
+from whole_models.writing import Table, machine, summary
+
+#: what ratios of the summary are to
+REFERENCES = ("original-compiled", "sdpa-compiled", "flex-compiled", "none", "none-compiled")
+
+
+def all_cases(tiny: bool) -> dict[str, Case]:
+    """Every model by its name on the command line."""
+    rooms = (vision, language, plain, weather, families)
+    return {name: case for room in rooms for name, case in room.cases(tiny).items()}
+
+
+def add_options(parser: argparse.ArgumentParser, output: str) -> None:
+    """What all scripts that measure whole models understand."""
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help="patterns; default all")
+    parser.add_argument("--tiny", action="store_true", help="sizes that a CPU can run")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--limit-s", type=float, default=0.0, help="for a row; 0: none")
+    parser.add_argument("--stop-s", type=float, default=0.0, help="begin no row after; 0: none")
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--output", type=Path, default=ROOT / "scripts/results" / output)
+
+
+def run(
+    cases: Iterable[Case],
+    options: argparse.Namespace,
+    table: Table,
+    more: dict[tuple[str, str], dict[str, str]] | None = None,
+) -> None:
+    """Measure every variant of every case that is asked for.
+
+    Args:
+        cases: in order.
+        options: of `add_options`.
+        table: takes the rows.
+        more: further columns, by model and variant.
+    """
+    started = time.monotonic()
+    device = torch.device(options.device)
+    how = Options(device, getattr(torch, options.dtype), options.repeats, options.limit_s)
+    where = machine(device, how.dtype)
+    for case in cases:
+        truth = None
+        for variant in _chosen(case.variants(), options.variants):
+            if table.has(case.name, variant, where["device"]):
+                continue
+            if options.stop_s and time.monotonic() - started > options.stop_s:
+                print(f"stopped before {case.name}, {variant}")
+                return
+            truth = truth or find_truth(case, how)
+            extra = (more or {}).get((case.name, variant), {})
+            table.add({**measure_row(case, variant, how, truth), **where, **extra})
+
+
+def _chosen(names: list[str], patterns: list[str] | None) -> list[str]:
+    """Those that match, in the order of the patterns."""
+    found = (n for p in patterns or ["*"] for n in names if fnmatch.fnmatchcase(n, p))
+    return list(dict.fromkeys(found))
+
+
+def main() -> None:
+    """Measure, write, draw and print a summary."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", metavar="NAME", help="patterns; default all")
+    parser.add_argument("--list", action="store_true", help="print names and leave")
+    add_options(parser, "bench_models.csv")
+    options = parser.parse_args()
+    cases = all_cases(options.tiny)
+    if options.list:
+        for name, case in cases.items():
+            print(f"{name:28s} {case.name:36s} {' '.join(case.variants())}")
+        return
+    patterns = ["family-*" if p == "families" else p for p in options.models or ["*"]]
+    unknown = [p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in cases)]
+    if unknown:
+        parser.error(f"no model is called {unknown[0]!r}; see --list")
+    table = Table(options.output, resume=options.resume)
+    run((cases[name] for name in _chosen(list(cases), patterns)), options, table)
+    figure.draw(table.rows, options.output.with_suffix(".png"))
+    print(summary(table.rows, REFERENCES))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""What the scripts of the paper's tables share: rows beside the numbers that it prints.
+
+The paper's numbers are those of an A100 with PyTorch 2.5 and Triton 3.0 (FlashBias, NeurIPS 2025).
+Its memory counts everything; ours what a call needs beyond weights and inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench_models import add_options, run
+from whole_models import figure
+from whole_models.case import NO_BIAS, Case, split_variant
+from whole_models.writing import Table
+
+_OWN = ("time", "delta", "ratio_to_no_bias")
+_PAPER = ("paper_row", "paper_time", "paper_delta", "paper_mb", "paper_note")
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row of the paper, on an A100.
+
+    Attributes:
+        row: its name there.
+        time: in the unit of the table; None if it is a figure.
+        delta: difference to no bias, in the same unit.
+        mb: memory.
+        note: what the text says, and everything that has no column.
+    """
+
+    row: str
+    time: float | None = None
+    delta: float | None = None
+    mb: float | None = None
+    note: str = ""
+
+    def columns(self) -> dict[str, str]:
+        """As text, by the names of columns."""
+        values = (self.row, self.time, self.delta, self.mb, self.note)
+        return {k: "" if v is None else str(v) for k, v in zip(_PAPER, values, strict=True)}
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """A table or figure.
+
+    Attributes:
+        name: of the files in `scripts/results/`.
+        title: above the picture.
+        unit: of the columns "time" and "delta".
+        per_ms: how much of that a millisecond is.
+        cases: called with whether they must be tiny.
+        published: by name of a variant, or by (model, variant).
+        variants: to measure, in order; None means all.
+        by_length: draw lines over the length.
+    """
+
+    name: str
+    title: str
+    unit: str
+    per_ms: float
+    cases: Callable[[bool], Sequence[Case]]
+    published: dict[str, Published]
+    variants: tuple[str, ...] | None = None
+    by_length: bool = False
+
+    def main(self, description: str | None) -> None:
+        """Measure, write, draw and print."""
+        parser = argparse.ArgumentParser(
+            description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        add_options(parser, f"paper/{self.name}.csv")
+        options = parser.parse_args()
+        options.variants = options.variants or self.variants
+        cases = self.cases(options.tiny)
+        more = {
+            (case.name, variant): self._paper(case, variant)
+            for case in cases
+            for variant in case.variants()
+        }
+        columns = (*_OWN, "unit", *_PAPER)
+        table = Table(options.output, columns, resume=options.resume)
+        try:
+            run(cases, options, table, more)
+        finally:
+            self._finish(table)
+        if not table.rows:
+            return
+        picture = options.output.with_suffix(".png")
+        if self.by_length:
+            figure.draw_lengths(table.rows, picture, self.title)
+        else:
+            figure.draw(table.rows, picture, self.title)
+        print(beside(table.rows, self.unit))
+
+    def _paper(self, case: Case, variant: str) -> dict[str, str]:
+        found = self.published.get(f"{case.name}: {variant}") or self.published.get(variant)
+        return {"unit": self.unit, **(found.columns() if found else {})}
+
+    def _finish(self, table: Table) -> None:
+        """Fill in what needs more than one row, and write the file once more."""
+        times = {(r["model"], r["variant"]): r["median_ms"] for r in table.rows}
+        for row in table.rows:
+            mode = split_variant(row["variant"])[1]
+            bare = NO_BIAS if mode == "eager" else f"{NO_BIAS}-{mode}"
+            own, other = row["median_ms"], times.get((row["model"], bare))
+            if own:
+                row["time"] = f"{float(own) * self.per_ms:.4g}"
+            if own and other:
+                row["delta"] = f"{(float(own) - float(other)) * self.per_ms:.3g}"
+                row["ratio_to_no_bias"] = f"{float(own) / float(other):.4f}"
+        with table.path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, table.columns)
+            writer.writeheader()
+            writer.writerows(table.rows)
+
+
+def beside(rows: Sequence[dict[str, str]], unit: str) -> str:
+    """Ours and the paper's, as a table in Markdown."""
+    titles = ("model", "variant", f"time ({unit})", "to no bias", "MiB", "bias MiB", "error rms",
+              "rounding rms", "paper: row", "time", "to no bias", "MB")  # fmt: skip
+    names = ("model", "variant", "time", "delta", "peak_mib", "bias_mib", "error_rms",
+             "rounding_rms", "paper_row", "paper_time", "paper_delta", "paper_mb")  # fmt: skip
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    for row in rows:
+        cells = [row.get(name, "") for name in names]
+        cells[2] = cells[2] or row["reason"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)

@@ -1,0 +1,151 @@
+"""What is measured: a model, its inputs, and the ways to compute its attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flashbias_convert import patch_model
+
+#: of the repository
+ROOT = Path(__file__).resolve().parents[2]
+
+ORIGINAL = "original"
+SDPA = "sdpa"
+FLEX = "flex"
+FLEX_ALIBI = "flex-alibi"
+NO_BIAS = "none"
+OURS = "ours"
+EXACT = "exact"
+#: the original's formula, a few rows at a time: the truth where the original is out of memory
+BY_ROWS = "by-rows"
+#: what each way is, in words
+WAYS = {
+    ORIGINAL: "original",
+    SDPA: "by hand, dense bias, SDPA",
+    FLEX: "by hand, dense bias, FlexAttention",
+    FLEX_ALIBI: "by hand, FlexAttention, ALiBi in its score_mod",
+    NO_BIAS: "no bias, SDPA",
+    OURS: "ours",
+    EXACT: "ours, exact",
+}
+#: eager; compiled; compiled with CUDA graphs; compiled after a call in eager mode; its blocks
+#: compiled one by one, which takes seconds where a whole model takes minutes
+MODES = ("eager", "compiled", "graphs", "warm", "layers")
+
+
+@dataclass(eq=False)
+class Prepared:
+    """A model that is ready for its call.
+
+    Attributes:
+        model: on the device, in the dtype, in evaluation mode.
+        args, kwargs: of its forward.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A model and its inputs.
+
+    Attributes:
+        name: of its rows.
+        batch: samples per call.
+        tokens: per attention call, for the table.
+        ways: those that it has, in order.
+        build: makes the original in float32 on a device; always with the same weights.
+        inputs: called with the model, its way, the device, the dtype and the batch; returns
+            arguments and keyword arguments. Sample 0 is the same for any batch.
+        alter: called with the original in float32 and the way, for ways that are not the
+            original's; returns the model that computes it, most often the same one, changed.
+        modes: those that make sense.
+        seed: of the weights.
+    """
+
+    name: str
+    batch: int
+    tokens: int
+    ways: tuple[str, ...]
+    build: Callable[[torch.device], nn.Module]
+    inputs: Callable[
+        [nn.Module, str, torch.device, torch.dtype, int], tuple[tuple[Any, ...], dict[str, Any]]
+    ]
+    alter: Callable[[nn.Module, str], nn.Module]
+    modes: tuple[str, ...] = MODES
+    seed: int = 0
+
+    def variants(self) -> list[str]:
+        """Such as "original" and "original-compiled"."""
+        return [
+            way if mode == "eager" else f"{way}-{mode}"
+            for way in self.ways
+            for mode in self.modes
+            if mode != "warm" or way in (OURS, EXACT)  # only these prepare anything in a call
+        ]
+
+    @torch.no_grad()
+    def prepare(
+        self,
+        way: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        weights: torch.dtype | None = None,
+        batch: int | None = None,
+    ) -> Prepared:
+        """Build the model for one way.
+
+        Args:
+            way: one of `ways`, or `BY_ROWS`.
+            device: where.
+            dtype: of model and inputs.
+            weights: what the weights are rounded to first, so that a model in float32 is the
+                truth for one in `weights`; default `dtype`.
+            batch: samples; default `self.batch`.
+        """
+        torch.manual_seed(self.seed)
+        model = self.build(device).eval()
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(weights or dtype))
+        if way != ORIGINAL:
+            # in float32: whoever writes it by hand, or converts, rounds a bias once, at the end
+            model = self.alter(model, way)
+        model = model.to(dtype).eval()
+        return Prepared(model, *self.inputs(model, way, device, dtype, batch or self.batch))
+
+
+def split_variant(variant: str) -> tuple[str, str]:
+    """Way and mode of a variant."""
+    for mode in MODES[1:]:
+        if variant.endswith(f"-{mode}"):
+            return variant.removesuffix(f"-{mode}"), mode
+    return variant, MODES[0]
+
+
+def converted(model: nn.Module, way: str, **how: Any) -> nn.Module:
+    """Patch a model: `OURS` as this package decides, `EXACT` with every bit of the bias.
+
+    Raises:
+        RuntimeError: a site is not patched.
+    """
+    method = "exact" if way == EXACT else "auto"
+    plan = patch_model(model, method=method, force_all=way == EXACT, **how)
+    left = [site for site in plan.sites if site.status in ("failed", "unsupported")]
+    if left or not plan.patched:
+        raise RuntimeError(f"not converted: {left[0].name if left else 'no site'}")
+    return model
+
+
+def drawn(shape: tuple[int, ...], batch: int, seed: int = 1) -> Tensor:
+    """Normal numbers (batch, *shape) on the CPU; the first samples are the same for any batch."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([torch.randn(shape, generator=generator) for _ in range(batch)])

@@ -1,0 +1,313 @@
+"""One real model for every recipe: classes of timm, torchvision and transformers.
+
+Widths are those of published models, depths are mostly cut, so that compiling does not take all
+the time; names say how many layers there are. Weights are random, and tables of biases large enough
+to matter. The original is compared with what this package makes of it, both compiled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import timm
+import torch
+import transformers
+from torch import Tensor, nn
+
+from .case import EXACT, ORIGINAL, OURS, Case, converted, drawn
+
+#: parts of the names of parameters that biases are made of; they become normal, variance one
+_TABLES = ("relative_position_bias", "relative_attention_bias", "rel_pos", "rel_attn_embed",
+           "rel_2d_pos", "attention_biases", "bias_table")  # fmt: skip
+_LAYERS = 4
+Inputs = Callable[[int, torch.device, torch.dtype], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+@torch.no_grad()
+def with_biases(model: nn.Module) -> nn.Module:
+    """Tables of biases drawn anew, norms of ones."""
+    for name, parameter in model.named_parameters():
+        if any(word in name for word in _TABLES) and "mlp" not in name:
+            parameter.normal_()
+        elif "norm" in name and name.endswith("weight"):
+            parameter.fill_(1)  # some start at zero: blocks would do nothing
+    return model
+
+
+def images(size: int) -> Inputs:
+    """Square images (B, 3, size, size)."""
+
+    def make(count: int, device: torch.device, dtype: torch.dtype) -> Any:
+        return (drawn((3, size, size), count).to(device, dtype),), {}
+
+    return make
+
+
+def tokens(n: int, vocabulary: int, **more: Any) -> Inputs:
+    """Token numbers (B, n) without padding, and further keyword arguments."""
+
+    def make(count: int, device: torch.device, _: torch.dtype) -> Any:
+        return (_integers(count, n, high=vocabulary, device=device),), dict(more)
+
+    return make
+
+
+def pairs(n: int, vocabulary: int) -> Inputs:
+    """For encoders with decoders."""
+
+    def make(count: int, device: torch.device, _: torch.dtype) -> Any:
+        ids = _integers(count, n, high=vocabulary, device=device)
+        return (), {"input_ids": ids, "decoder_input_ids": ids, "use_cache": False}
+
+    return make
+
+
+def pages(n: int, vocabulary: int) -> Inputs:
+    """Tokens with boxes (x0, y0, x1, y1)."""
+
+    def make(count: int, device: torch.device, _: torch.dtype) -> Any:
+        corners = _integers(count, n, 4, high=500, device=device, seed=2)
+        boxes = torch.cat((corners[..., :2], corners[..., :2] + corners[..., 2:]), -1)
+        return (_integers(count, n, high=vocabulary, device=device),), {"bbox": boxes}
+
+    return make
+
+
+def sound(samples: int) -> Inputs:
+    """Waves (B, samples)."""
+
+    def make(count: int, device: torch.device, dtype: torch.dtype) -> Any:
+        return (drawn((samples,), count).to(device, dtype),), {}
+
+    return make
+
+
+def _integers(count: int, *shape: int, high: int, device: torch.device, seed: int = 1) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(3, high, shape, generator=draw) for _ in range(count)]
+    return torch.stack(rows).to(device)
+
+
+def of_timm(name: str, **args: Any) -> Callable[[], nn.Module]:
+    """A model of timm, without weights."""
+    return lambda: timm.create_model(name, **args)
+
+
+def of_transformers(name: str, config: str, **args: Any) -> Callable[[], nn.Module]:
+    """A model of transformers."""
+    return lambda: getattr(transformers, name)(getattr(transformers, config)(**args))
+
+
+def of_torchvision(n: int, heads: list[int], dim: int) -> Callable[[], nn.Module]:
+    """A Swin of torchvision with windows of n x n."""
+
+    def make() -> nn.Module:
+        from torchvision.models.swin_transformer import SwinTransformer
+
+        return SwinTransformer([4, 4], dim, [2] * len(heads), heads, [n, n])
+
+    return make
+
+
+def family(name: str, batch: int, n: int, make: Callable[[], nn.Module], given: Inputs) -> Case:
+    """A case with the original and both ways to convert."""
+
+    def build(device: torch.device) -> nn.Module:
+        return with_biases(make()).to(device)
+
+    def inputs(_: Any, __: str, device: torch.device, dtype: torch.dtype, count: int) -> Any:
+        return given(count, device, dtype)
+
+    ways = (ORIGINAL, OURS, EXACT)
+    return Case(name, batch, n, ways, build, inputs, converted, ("eager", "compiled"))
+
+
+class Sizes:
+    """Widths of base models, or tiny ones."""
+
+    def __init__(self, tiny: bool) -> None:
+        self.tiny = tiny
+        self.dim, self.heads, self.layers = (32, 2, 1) if tiny else (768, 12, _LAYERS)
+        self.batch, self.text, self.image = (1, 32, 32) if tiny else (16, 1024, 224)
+        self.vocabulary = 97 if tiny else 32000
+
+    def bert(self) -> dict[str, int]:
+        """As most configurations of transformers call them."""
+        return {
+            "hidden_size": self.dim, "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads, "intermediate_size": 4 * self.dim,
+        }  # fmt: skip
+
+
+def cases(tiny: bool = False) -> dict[str, Case]:
+    """By the names of the command line, all of which begin with "family-"."""
+    s = Sizes(tiny)
+    made = {**_timm(s), **_vision(s), **_language(s), **_others(s)}
+    return {f"family-{name}": family(name, *rest) for name, rest in made.items()}
+
+
+_Parts = dict[str, tuple[int, int, Callable[[], nn.Module], Inputs]]
+
+
+def _timm(s: Sizes) -> _Parts:
+    if s.tiny:
+        swin: dict[str, Any] = {"img_size": 32, "patch_size": 4, "embed_dim": 16, "depths": (1, 1)}
+        swin |= {"num_heads": (1, 2), "window_size": 4}
+        size = 32
+        beit: dict[str, Any] = {"img_size": 32, "embed_dim": 32, "depth": 1, "num_heads": 2}
+        tiny_vit: dict[str, Any] = {"embed_dims": (16, 32, 32, 32), "depths": (1, 1, 1, 1)}
+        tiny_vit |= {"num_heads": (1, 2, 2, 2), "window_sizes": (4, 4, 4, 2)}
+        sam: dict[str, Any] = {**beit, "window_size": 2, "global_attn_indexes": ()}
+        mvit: dict[str, Any] = {"img_size": 64}
+    else:
+        swin = {"depths": (2, 2, 2, 2)}
+        size = 224
+        beit = {"depth": s.layers}
+        sam = {"depth": s.layers, "img_size": 512, "global_attn_indexes": (1, 3)}
+        mvit, tiny_vit = {}, {}
+    pooled = 64 if s.tiny else 224
+
+    def of_size(full: int) -> Inputs:
+        return images(32 if s.tiny else full)
+
+    relpos = {k: v for k, v in beit.items() if k != "img_size" or s.tiny}
+    return {
+        "timm_swinv2, tiny, 8 layers": (
+            s.batch, 256, of_timm("swinv2_tiny_window16_256", **swin), of_size(256),
+        ),
+        "timm_swin, base 384, 8 layers": (
+            s.batch, 144, of_timm("swin_base_patch4_window12_384", **swin), of_size(384),
+        ),
+        f"timm_beit, base 384, {s.layers} layers": (
+            s.batch, 577, of_timm("beit_base_patch16_384", **beit), of_size(384),
+        ),
+        f"timm_rel_pos, ViT medium, {s.layers} layers": (
+            s.batch, 196, of_timm("vit_relpos_medium_patch16_224", **relpos), images(size),
+        ),
+        "timm_tiny_vit, 21M 384": (
+            s.batch, 576, of_timm("tiny_vit_21m_384", **tiny_vit), images(64 if s.tiny else 384),
+        ),
+        f"timm_sam, base 512, {s.layers} layers": (
+            max(1, s.batch // 4), 1024, of_timm("samvit_base_patch16", **sam), of_size(512),
+        ),
+        "timm_mvitv2, tiny": (s.batch, 3136, of_timm("mvitv2_tiny", **mvit), images(pooled)),
+    }  # fmt: skip
+
+
+def _vision(s: Sizes) -> _Parts:
+    heads = [1, 2] if s.tiny else [3, 6, 12, 24]
+    dim, window = (16, 4) if s.tiny else (96, 7)
+    swin = {"image_size": 32 if s.tiny else 224, "embed_dim": dim, "depths": [2] * len(heads),
+            "num_heads": heads, "window_size": window}  # fmt: skip
+    swin2 = {**swin, "image_size": 32 if s.tiny else 256, "window_size": 4 if s.tiny else 16}
+    sam_size = 32 if s.tiny else 512
+    sam = {**s.bert(), "mlp_dim": 4 * s.dim, "image_size": sam_size, "output_channels": 16,
+           "window_size": 2 if s.tiny else 14, "global_attn_indexes": [0],
+           "initializer_range": 0.02}  # fmt: skip
+    sam.pop("intermediate_size")
+    vitdet = {**s.bert(), "image_size": sam_size, "window_size": 2 if s.tiny else 14,
+              "window_block_indices": [1], "use_relative_position_embeddings": True}  # fmt: skip
+    vitdet.pop("intermediate_size")
+    few = max(1, s.batch // 4)
+    return {
+        "torchvision_swin, tiny, 8 layers": (
+            s.batch, window**2, of_torchvision(window, heads, dim), images(s.image),
+        ),
+        "transformers_swin, tiny, 8 layers": (
+            s.batch, window**2, of_transformers("SwinModel", "SwinConfig", **swin), images(s.image),
+        ),
+        "transformers_swinv2, tiny, 8 layers": (
+            s.batch, 256, of_transformers("Swinv2Model", "Swinv2Config", **swin2),
+            images(32 if s.tiny else 256),
+        ),
+        "transformers_donut_swin, tiny, 8 layers": (
+            s.batch, window**2, of_transformers("DonutSwinModel", "DonutSwinConfig", **swin),
+            images(s.image),
+        ),
+        f"transformers_beit, base, {s.layers} layers": (
+            s.batch, 197,
+            of_transformers("BeitModel", "BeitConfig", **s.bert(), image_size=s.image,
+                            use_relative_position_bias=True),
+            images(s.image),
+        ),
+        f"transformers_sam, base 512, {s.layers} layers": (
+            few, 1024, of_transformers("SamVisionModel", "SamVisionConfig", **sam),
+            images(sam_size),
+        ),
+        f"transformers_vitdet, base 512, {s.layers} layers": (
+            few, 1024, of_transformers("VitDetModel", "VitDetConfig", **vitdet), images(sam_size),
+        ),
+    }  # fmt: skip
+
+
+def _language(s: Sizes) -> _Parts:
+    few, n, words = max(1, s.batch // 4), s.text, s.vocabulary
+    ids = tokens(n, words, use_cache=False)
+    wide, heads = (32, 2) if s.tiny else (2048, 16)
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": words}
+    t5 = {"vocab_size": words, "d_model": s.dim, "d_kv": s.dim // s.heads, "d_ff": 4 * s.dim,
+          "num_layers": s.layers, "num_heads": s.heads, "decoder_start_token_id": 0}  # fmt: skip
+    return {
+        f"transformers_bloom, 2048 wide, {s.layers} layers": (
+            few, n,
+            of_transformers("BloomForCausalLM", "BloomConfig", hidden_size=wide, n_layer=s.layers,
+                            n_head=heads, **special),
+            ids,
+        ),
+        f"transformers_mpt, 2048 wide, {s.layers} layers": (
+            few, n,
+            of_transformers("MptForCausalLM", "MptConfig", d_model=wide, n_layers=s.layers,
+                            n_heads=heads, max_seq_len=n, **special),
+            ids,
+        ),
+        f"transformers_falcon, 2048 wide, {s.layers} layers": (
+            few, n,
+            of_transformers("FalconForCausalLM", "FalconConfig", hidden_size=wide,
+                            num_hidden_layers=s.layers, num_attention_heads=heads, alibi=True,
+                            multi_query=False, new_decoder_architecture=False, **special),
+            ids,
+        ),
+        f"transformers_mpnet, base, {s.layers} layers": (
+            s.batch, n // 2,
+            of_transformers("MPNetModel", "MPNetConfig", **s.bert(), vocab_size=words,
+                            max_position_embeddings=n + 2),
+            tokens(n // 2, words),
+        ),
+        f"transformers_t5, base, {s.layers} + {s.layers} layers": (
+            few, n, of_transformers("T5ForConditionalGeneration", "T5Config", **t5),
+            pairs(n, words),
+        ),
+        f"transformers_umt5, base, {s.layers} + {s.layers} layers": (
+            few, n, of_transformers("UMT5ForConditionalGeneration", "UMT5Config", **t5),
+            pairs(n, words),
+        ),
+    }  # fmt: skip
+
+
+def _others(s: Sizes) -> _Parts:
+    n = s.text // 2
+    page = {**s.bert(), "vocab_size": s.vocabulary, "max_position_embeddings": n + 2}
+    layout = {**page, "visual_embed": False}
+    seconds = 0.05 if s.tiny else 10.0
+    wavlm = {**s.bert(), "layerdrop": 0.0, "mask_time_prob": 0.0}
+    if s.tiny:
+        page |= {"hidden_size": 48}
+        layout |= {"coordinate_size": 5, "shape_size": 6}
+        wavlm |= {"conv_dim": (8, 8), "conv_stride": (4, 4), "conv_kernel": (8, 8),
+                  "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}  # fmt: skip
+    return {
+        f"transformers_wavlm, base, 10 s, {s.layers} layers": (
+            max(1, s.batch // 2), math.ceil(50 * seconds),
+            of_transformers("WavLMModel", "WavLMConfig", **wavlm), sound(int(16000 * seconds)),
+        ),
+        f"transformers_lilt, base, {s.layers} layers": (
+            s.batch, n, of_transformers("LiltModel", "LiltConfig", **page),
+            pages(n - 2, s.vocabulary),
+        ),
+        f"transformers_layoutlmv3, base, {s.layers} layers": (
+            s.batch, n, of_transformers("LayoutLMv3Model", "LayoutLMv3Config", **layout),
+            pages(n - 2, s.vocabulary),
+        ),
+    }  # fmt: skip

@@ -1,0 +1,184 @@
+"""Attention as an expert writes it by hand: the bias is made once, as a dense matrix.
+
+On the CPU FlexAttention is not compiled, which shows that it is right and nothing else.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from flashbias_convert.benchmark import peers
+
+from .case import BY_ROWS, FLEX, NO_BIAS, SDPA
+
+#: cells of scores in float32 at once, by rows
+_CELLS = 2**28
+
+
+class HandAttention(nn.Module):
+    """Attention of windows whose biases are known, by one of the ways.
+
+    Args:
+        way: `SDPA`, `FLEX`, `NO_BIAS` or `BY_ROWS`.
+        bias: masks included, shape (P, H, N, N): entry b of the batch takes bias b % P. Not used
+            without a bias: there are no masks then, either.
+        scale: of the scores.
+        causal: hide the keys after a query; `SDPA` has that in its bias.
+    """
+
+    bias: Tensor
+
+    def __init__(self, way: str, bias: Tensor, scale: float, causal: bool = False) -> None:
+        super().__init__()
+        self.way, self.scale, self.causal = way, scale, causal
+        self.windows = len(bias)
+        if way != NO_BIAS:
+            self.register_buffer("bias", bias.detach(), persistent=False)
+        self._flex = flex_on(bias.device) if way == FLEX else None
+        n, m = bias.shape[-2:]
+        hide = way == FLEX and causal
+        self._blocks = (
+            create_block_mask(causal_mask, None, None, n, m, device=bias.device) if hide else None
+        )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Shapes (B, H, N, D) to the same shape."""
+        if self.way == NO_BIAS:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, scale=self.scale)
+        if self.way == SDPA:
+            return self._sdpa(q, k, v)
+        if self.way == FLEX:
+            return self._flexible(q, k, v)
+        assert self.way == BY_ROWS
+        place = torch.arange(len(q), device=q.device) % self.windows
+        return attention_by_rows(
+            q, k, v, lambda h, rows: self.bias[place][:, h, rows], scale=self.scale
+        )
+
+    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.windows == 1:
+            return F.scaled_dot_product_attention(q, k, v, self.bias, scale=self.scale)
+        # windows as heads: the bias is then the same for the whole batch, and nothing repeats it
+        _, heads, n, d = q.shape
+        q, k, v = (x.reshape(-1, self.windows * heads, n, d) for x in (q, k, v))
+        bias = self.bias.reshape(1, -1, *self.bias.shape[-2:])
+        out = F.scaled_dot_product_attention(q, k, v, bias, scale=self.scale)
+        return out.reshape(-1, heads, n, d)
+
+    def _flexible(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert self._flex is not None
+        if self.windows == 1:
+            return self._flex(q, k, v, self.bias[0], None, self._blocks, self.scale)
+        place = torch.arange(len(q), device=q.device) % self.windows
+        return self._flex(q, k, v, self.bias, place, self._blocks, self.scale)
+
+
+def causal_mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """For `create_block_mask`."""
+    return j <= i
+
+
+def flex_alibi(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor,
+    slots: Tensor,
+    blocks: BlockMask | None,
+    scale: float,
+) -> Tensor:
+    """FlexAttention with causal ALiBi computed in its score_mod, as its authors show it.
+
+    Args:
+        q, k, v: shapes (B, H, N, D).
+        slopes: (H,).
+        slots: places of the queries among the keys, (N,).
+        blocks: of `causal_mask`; None: the score_mod hides the keys after a query.
+        scale: of the scores.
+    """
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        biased = score + slopes[h] * (j - slots[i])
+        return torch.where(j <= slots[i], biased, float("-inf")) if blocks is None else biased
+
+    out: Any = flex_attention(q, k, v, score_mod, block_mask=blocks, scale=scale)
+    return out
+
+
+def flex_alibi_on(device: torch.device) -> Callable[..., Tensor]:
+    """`flex_alibi`, compiled on a card."""
+    return torch.compile(flex_alibi, dynamic=False) if device.type == "cuda" else flex_alibi
+
+
+def flex_on(device: torch.device) -> Callable[..., Tensor]:
+    """FlexAttention with a dense bias, compiled where that is worth while; see `peers.Flex`."""
+    if device.type == "cuda":
+        attend: Callable[..., Tensor] = peers.Flex().attend
+        return attend
+    warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+    return peers._flex
+
+
+def attention_by_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    added: Callable[[int, slice], Tensor],
+    *,
+    scale: float,
+    causal: bool = False,
+) -> Tensor:
+    """The formula, head by head and a few rows at a time: slow, and needs little memory.
+
+    Args:
+        q, k, v: shapes (B, H, N, D).
+        added: called with a head and its rows; returns what is added, (B or 1, rows, N).
+        scale: of the scores.
+        causal: whether keys after the query are hidden.
+    """
+    out = torch.empty_like(v)
+    batch, heads, n, _ = q.shape
+    step = max(1, _CELLS // (batch * n))
+    keys = torch.arange(n, device=q.device)
+    for h in range(heads):
+        for first in range(0, n, step):
+            rows = slice(first, min(n, first + step))
+            scores = (q[:, h, rows] @ k[:, h].transpose(-1, -2)).mul_(scale)
+            scores += added(h, rows)
+            if causal:
+                scores.masked_fill_(keys > keys[rows, None], float("-inf"))
+            out[:, h, rows] = scores.softmax(-1) @ v[:, h]
+    return out
+
+
+def replace_children(
+    model: nn.Module, kind: type[nn.Module], make: Callable[[Any, Any], nn.Module]
+) -> nn.Module:
+    """Replace every child of a class.
+
+    Args:
+        model: changed in place.
+        kind: the class.
+        make: called with the module and its parent.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, kind)
+    ]
+    if not found:
+        raise RuntimeError(f"no {kind.__name__} in {type(model).__name__}")
+    for parent, name, child in found:
+        setattr(parent, name, make(child, parent))
+    return model

@@ -1,0 +1,196 @@
+"""What the scripts for whole models share: hand-written attention, rows, tables."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support import assert_parity
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path[:0] = [str(SCRIPTS), str(SCRIPTS / "paper")]
+
+import bench_models  # noqa: E402
+from paper_tables import PaperTable, Published  # noqa: E402
+from whole_models import language, measuring, plain, vision, weather, writing  # noqa: E402
+from whole_models.case import BY_ROWS, FLEX, NO_BIAS, SDPA, Case  # noqa: E402
+from whole_models.hand import HandAttention  # noqa: E402
+
+CPU = torch.device("cpu")
+OPTIONS = measuring.Options(CPU, torch.bfloat16, repeats=1)
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def formula(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+    added = bias.repeat(len(q) // len(bias), 1, 1, 1)
+    return (q @ k.transpose(-1, -2) * scale + added).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("way", [SDPA, FLEX, BY_ROWS])
+@pytest.mark.parametrize("windows", [1, 3])
+def test_windows_by_hand_take_their_own_bias(way: str, windows: int) -> None:
+    bias = torch.randn(windows, 2, 16, 16)
+    q, k, v = torch.randn(3, 6, 2, 16, 16).unbind(0)
+    out = HandAttention(way, bias, 0.3)(q, k, v)
+    truth = formula(*(x.double() for x in (q, k, v, bias)), 0.3)
+    assert_parity(out, formula(q, k, v, bias, 0.3), truth)
+
+
+@pytest.mark.parametrize("way", [SDPA, FLEX, BY_ROWS, NO_BIAS])
+def test_causal_attention_by_hand(way: str) -> None:
+    bias = plain.StaticBias.alibi(2, 16, CPU)
+    q, k, v = torch.randn(3, 1, 2, 16, 16).unbind(0)
+    out = plain.attention(way, bias, torch.float32, 16)(q, k, v)
+    hidden = bias.dense(torch.float32, hide=True)
+    if way == NO_BIAS:
+        hidden = torch.zeros_like(hidden).masked_fill(hidden.isinf(), float("-inf"))
+    truth = formula(*(x.double() for x in (q, k, v, hidden)), 0.25)
+    assert_parity(out, formula(q, k, v, hidden, 0.25), truth)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        vision.cases(True)["swinv2-b"],
+        weather.cases(True)["pangu"],
+        plain.cases(True)["plain-33"],
+        language.cases(True)["gpt2-prefill-2k"],
+        language.cases(True)["gpt2-decode-2k"],
+        language.cases(True)["gpt2-decode-2k-growing"],
+    ],
+    ids=lambda case: case.name,
+)
+def test_what_is_written_by_hand_computes_what_the_original_does(case: Case) -> None:
+    def output(way: str, dtype: torch.dtype) -> Tensor:
+        ready = case.prepare(way, CPU, dtype)
+        with torch.no_grad():
+            found = measuring.outputs_of(ready.model(*ready.args, **ready.kwargs), case.batch)
+        return next(iter(found.values()))
+
+    truth, original = output("original", torch.float64), output("original", torch.float32)
+    for way in (SDPA, "exact"):
+        assert_parity(output(way, torch.float32), original, truth)
+    other = (output(NO_BIAS, torch.float32) - original).abs().max()
+    assert other > 100 * (original.double() - truth).abs().max()
+
+
+class Slow(nn.Module):
+    def forward(self, seconds: float) -> Tensor:
+        time.sleep(seconds)
+        return torch.zeros(1)
+
+
+def slow(seconds: float, problem: Exception | None = None) -> Case:
+    def inputs(*_: Any) -> Any:
+        if problem is not None:
+            raise problem
+        return (seconds,), {}
+
+    return Case("slow", 1, 1, ("original",), lambda _: Slow(), inputs, lambda m, _: m, ("eager",))
+
+
+def test_rows_that_fail_say_why() -> None:
+    nothing = measuring.Truth(None, None, "none")
+    limited = measuring.Options(CPU, torch.float32, 1, limit_s=0.2)
+    row = measuring.measure_row(slow(30), "original", limited, nothing)
+    assert (row["status"], row["reason"]) == ("failed", "over the limit of 0.2 s")
+    problem = torch.OutOfMemoryError("all of it")
+    row = measuring.measure_row(slow(0, problem), "original", OPTIONS, nothing)
+    assert (row["status"], row["reason"]) == ("failed", "out of memory")
+    row = measuring.measure_row(slow(0), "original", OPTIONS, nothing)
+    assert row["status"] == "measured" and float(row["median_ms"]) >= 0
+
+
+def test_blocks_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **_: found.append(type(self).__name__))
+    blocks = {
+        vision.cases(True)["swinv2-b"]: ("SwinTransformerV2Block", 3),
+        weather.cases(True)["pangu"]: ("EarthSpecificBlock", 8),
+        plain.cases(True)["plain-20"]: ("Layer", 2),
+        language.cases(True)["gpt2-prefill-2k"]: ("AlibiGPT2Block", 2),
+    }
+    for case, (name, count) in blocks.items():
+        found.clear()
+        measuring.compiled(case.prepare("exact", CPU, torch.float32).model, "layers")
+        assert found == [name] * count
+
+
+def test_a_row_tells_its_error_beside_rounding() -> None:
+    case = plain.cases(True)["plain-20"]
+    truth = measuring.find_truth(case, OPTIONS)
+    assert truth.how == "original in float32"
+    rows = {
+        v: measuring.measure_row(case, v, OPTIONS, truth) for v in ("original", "exact", "none")
+    }
+    assert rows["original"]["error_rms"] == rows["original"]["rounding_rms"]
+    assert rows["exact"]["within_rounding"] == "True"
+    assert rows["none"]["within_rounding"] == "another function"
+    assert float(rows["none"]["error_rms"]) > 10 * float(rows["none"]["rounding_rms"])
+
+
+def test_bytes_of_biases() -> None:
+    case = plain.cases(True)["plain-20"]
+
+    def of(way: str) -> int:
+        return measuring.bias_bytes(case.prepare(way, CPU, torch.bfloat16).model)
+
+    assert of("original") == of("sdpa") == 2 * 2 * 20 * 20
+    assert of("none") == 0 < of("exact")
+    case = language.cases(True)["gpt2-prefill-2k"]
+    assert of("sdpa") == 2 * 4 * 20 * 20
+
+
+def run(tmp_path: Path, *arguments: str) -> list[dict[str, str]]:
+    parser = argparse.ArgumentParser()
+    bench_models.add_options(parser, "x.csv")
+    given = ["--tiny", "--device", "cpu", "--repeats", "1", "--output", str(tmp_path / "x.csv")]
+    options = parser.parse_args([*given, *arguments])
+    table = writing.Table(options.output, resume=options.resume)
+    bench_models.run([plain.cases(True)["plain-20"]], options, table)
+    with options.output.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_table_goes_on_where_it_was(tmp_path: Path) -> None:
+    first = run(tmp_path, "--variants", "none", "exact")
+    assert [row["variant"] for row in first] == ["none", "exact"]
+    both = run(tmp_path, "--variants", "original", "none", "--resume")
+    assert both[:2] == first and [row["variant"] for row in both[2:]] == ["original"]
+    assert "| plain Transformer 20 | exact |" in writing.summary(both, ("none",))
+
+
+def test_every_model_has_a_name_and_ours() -> None:
+    for tiny in (False, True):  # nothing is built
+        for name, case in bench_models.all_cases(tiny).items():
+            assert name == name.lower() or name.startswith("family-")
+            assert "original" in case.variants() and "exact" in case.variants()
+
+
+def test_a_table_of_the_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    table = PaperTable(
+        "x", "x", "s per 100 calls", 0.1, lambda tiny: [plain.cases(tiny)["plain-20"]],
+        {"exact": Published("FlashBias", 39.26, 0.49)}, ("none", "exact"), by_length=True,
+    )  # fmt: skip
+    path = tmp_path / "paper.csv"
+    arguments = ["x", "--tiny", "--device", "cpu", "--repeats", "1", "--output", str(path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    table.main("x")
+    none, exact = writing.read_rows(path)
+    assert float(none["delta"]) == 0 and none["paper_time"] == ""
+    assert (exact["paper_row"], exact["paper_time"], exact["paper_delta"]) == (
+        "FlashBias", "39.26", "0.49",
+    )  # fmt: skip
+    ratio = float(exact["median_ms"]) / float(none["median_ms"])
+    assert float(exact["ratio_to_no_bias"]) == pytest.approx(ratio, rel=1e-3)
+    assert float(exact["time"]) == pytest.approx(0.1 * float(exact["median_ms"]), rel=1e-3)
+    assert path.with_suffix(".png").stat().st_size > 0

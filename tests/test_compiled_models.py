@@ -1,0 +1,165 @@
+"""Whole patched models under torch.compile, in inference mode and under autocast.
+
+What is compiled is run as it was traced (backend "eager"), so that results agree to the last bit
+and no compiler for C++ is needed; compilations are counted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import transformers
+from torch import Tensor, nn
+
+from flashbias_convert import LowRank, Regions, ScoreBias, patch_model
+from flashbias_convert.models.alibi_gpt2 import AlibiGPT2Config, AlibiGPT2LMHeadModel
+from flashbias_convert.modules import ScoreBiasModule
+from flashbias_convert.verification.outputs import tensors_of
+from tests.checkpoint.models import images, tiny_model
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+
+from whole_models import families
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Counter:
+    """A backend that runs what was traced, and counts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        self.count += 1
+        return graph.forward
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch.compiler.reset()
+
+
+# -- layers that are compiled one by one ---------------------------------------------------------
+
+
+def swinv2() -> tuple[nn.Module, list[nn.Module], tuple[Any, ...]]:
+    sizes = {"img_size": 16, "patch_size": 2, "embed_dim": 16, "depths": [3], "num_heads": [2]}
+    model: Any = timm.create_model("swinv2_tiny_window8_256", **sizes, drop_path_rate=0.0)
+    return model, list(model.layers[0].blocks), (torch.randn(2, 3, 16, 16),)
+
+
+def bloom() -> tuple[nn.Module, list[nn.Module], tuple[Any, ...]]:
+    sizes = {"vocab_size": 50, "hidden_size": 32, "n_layer": 3, "n_head": 4, "use_cache": False}
+    model: Any = transformers.BloomModel(transformers.BloomConfig(**sizes))
+    return model, list(model.h), (torch.arange(12)[None],)
+
+
+def gpt2() -> tuple[nn.Module, list[nn.Module], tuple[Any, ...]]:
+    sizes = {"vocab_size": 50, "n_embd": 32, "n_layer": 3, "n_head": 4, "use_cache": False}
+    model = AlibiGPT2LMHeadModel(AlibiGPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
+    return model, list(model.transformer.h), (torch.arange(12)[None],)
+
+
+@pytest.mark.parametrize("make", [swinv2, bloom, gpt2])
+def test_layers_of_one_kind_are_compiled_once(make: Callable[[], Any]) -> None:
+    model, layers, inputs = make()
+    patch_model(model.eval(), method="exact", force_all=True)
+    counter = Counter()
+    with torch.no_grad():
+        expected = tensors_of(model(*inputs))
+        for layer in layers:
+            layer.compile(backend=counter, fullgraph=True)
+        found = tensors_of(model(*inputs))
+    assert expected and all(torch.equal(found[name], x) for name, x in expected.items())
+    assert counter.count == 1 < len(layers)
+
+
+# -- whole models --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["transformers_bloom", "transformers_t5", "transformers_wavlm", "transformers_donut_swin"],
+)
+def test_models_are_compiled_once_in_one_graph(name: str) -> None:
+    cases = families.cases(tiny=True)
+    case = next(case for key, case in cases.items() if key.startswith(f"family-{name}"))
+    ready = case.prepare("exact", CPU, torch.float32)
+    counter = Counter()
+    compiled: Any = torch.compile(ready.model, backend=counter, fullgraph=True)
+    with torch.no_grad():
+        first = tensors_of(compiled(*ready.args, **ready.kwargs))  # cold: nothing ran before
+        with torch.compiler.set_stance("fail_on_recompile"):
+            again = tensors_of(compiled(*ready.args, **ready.kwargs))
+        expected = tensors_of(ready.model(*ready.args, **ready.kwargs))
+    assert expected and counter.count == 1
+    for key, x in expected.items():
+        assert torch.equal(first[key], x) and torch.equal(again[key], x)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_terms_that_are_left_out_do_not_compile_twice(prepared: bool) -> None:
+    phi_q, phi_k = torch.randn(2, 2, 8, 3).unbind(0)
+    regions = Regions(ids=torch.arange(8) // 4)
+    terms = ScoreBiasModule(ScoreBias((LowRank(phi_q=phi_q, phi_k=phi_k), regions), 2), "sdpa")
+    q, k, v = torch.randn(3, 1, 2, 8, 4).unbind(0)
+    if prepared:
+        terms.prepare()
+    counter = Counter()
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def call() -> Tensor:
+        out: Tensor = terms(q, k, v, without=(Regions.kind,))
+        return out
+
+    out = call()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert torch.equal(call(), out)
+    assert counter.count == 1
+    assert torch.equal(terms(q, k, v, without=(Regions.kind,)), out)
+    assert not torch.allclose(terms(q, k, v), out)
+
+
+# -- inference mode and autocast -----------------------------------------------------------------
+
+
+def test_inference_mode_changes_nothing() -> None:
+    model, x = tiny_model(), images()
+    patch_model(model, force_all=True)
+    with torch.no_grad():
+        expected = model(x)
+    with torch.inference_mode():
+        assert torch.equal(model(x), expected)
+        compiled = torch.compile(model, backend=Counter(), fullgraph=True)
+        assert torch.equal(compiled(x), expected)
+    assert torch.equal(model(x).detach(), expected)  # and leaves nothing behind that cannot train
+
+
+def test_a_model_that_was_made_and_patched_in_inference_mode() -> None:
+    with torch.inference_mode():
+        model, x = tiny_model(), images()
+        plain = model(x)
+        patch_model(model, method="exact", force_all=True)
+        out = model(x)
+    assert not torch.equal(out, plain)  # other kernels ran
+    torch.testing.assert_close(out, plain)
+
+
+@pytest.mark.parametrize("make", [tiny_model, lambda: gpt2()[0].eval()])
+def test_autocast_compiles_to_what_eager_mode_computes(make: Callable[[], Any]) -> None:
+    model = make()
+    x = images() if hasattr(model, "layers") else torch.arange(12)[None]
+    patch_model(model, method="exact", force_all=True)
+    compiled: Any = torch.compile(model, backend=Counter(), fullgraph=True)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected, found = tensors_of(model(x)), tensors_of(compiled(x))
+    assert any(value.dtype == torch.bfloat16 for value in expected.values())
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
