@@ -55,6 +55,10 @@ class SitePlan:
         entries = self.spec["terms"] if self.spec else []
         return tuple(dict.fromkeys(entry["kind"] for entry in entries))
 
+    def trains_terms(self) -> bool:
+        """Whether the terms of a patched site are parameters."""
+        return bool(self.spec and self.spec.get("trained"))
+
     def builders(self) -> tuple[str, ...]:
         """Names of the builders of a patched site."""
         return tuple(self.spec.get("builders", ())) if self.spec else ()
