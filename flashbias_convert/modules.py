@@ -33,6 +33,13 @@ class TermTensors(nn.Module):
             else:
                 self.register_buffer(name, own)
 
+    def freeze(self) -> None:
+        """Turn parameters into buffers."""
+        for name, parameter in list(self._parameters.items()):
+            assert parameter is not None
+            del self._parameters[name]
+            self.register_buffer(name, parameter.detach())
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TermTensors:
         if self._parameters:  # all of them fp32, and so are their gradients
             super()._apply(keeping_dtype(fn), recurse)
@@ -176,8 +183,8 @@ class ScoreBiasModule(nn.Module):
     def prepared(self, without: tuple[str, ...] = ()) -> PreparedBias:
         """The terms with their kernel-ready forms, made once per move, cast or load.
 
-        Made anew in every call while the terms ask for gradients: fused optimizers leave no trace
-        of what they change.
+        Made anew in every call while the terms are parameters: fused optimizers leave no trace of
+        what they change, and averages of weights change parameters that ask for no gradients.
 
         Args:
             without: kinds of terms to leave out.
@@ -186,23 +193,27 @@ class ScoreBiasModule(nn.Module):
             ValueError: the tensors were loaded from a state dict of other terms.
         """
         without = tuple(kind for kind in without if kind in self._kinds)
-        if self.trained and self.learns():
-            if not torch.compiler.is_compiling():
-                self._prepared, self._last_joined = {}, None
+        if self.learns():
             return self._prepare(without)
         if without not in self._prepared:
             self._prepared[without] = self._prepare(without)
         return self._prepared[without]
 
     def learns(self) -> bool:
-        """Whether a tensor of the terms asks for a gradient."""
-        return any(
-            parameter.requires_grad
+        """Whether the terms are parameters."""
+        return self.trained and any(
+            bool(terms._parameters)
             for terms in self._modules.values()
             if isinstance(terms, TermTensors)
-            for parameter in terms._parameters.values()
-            if parameter is not None
         )
+
+    def freeze(self) -> None:
+        """Turn the parameters of the terms into buffers; they stay what was trained."""
+        for terms in self._modules.values():
+            if isinstance(terms, TermTensors):
+                terms.freeze()
+        self._forget()
+        self.prepared()
 
     def _prepare(self, without: tuple[str, ...]) -> PreparedBias:
         tensors = dict(self.named_buffers())

@@ -42,9 +42,8 @@ def patch_model(
     with them in training, too, and never again as the original: its own bias, whose parameters
     no longer ask for gradients, is not what was trained. Sites without such tensors (see their
     warnings in the plan) are trained through the original forward. A state dict or `save_model`
-    keeps what was learnt, and `load_model` brings it back, ready to be trained further; while no
-    term asks for gradients (``model.requires_grad_(False)``), what the kernel needs is kept
-    between calls.
+    keeps what was learnt, and `load_model` brings it back, ready to be trained further; to serve
+    it, see `freeze_terms`.
 
     Args:
         model: any model whose weights are loaded; patch it before you compile or wrap it.
@@ -198,6 +197,21 @@ def unpatch_model(model: nn.Module, *, discard_trained: bool = False) -> int:
     if not discard_trained:
         refuse_trained(model)
     return unpatch_all(model)
+
+
+def freeze_terms(model: nn.Module) -> int:
+    """Stop the training of terms: their parameters become buffers, with the numbers of now.
+
+    What the kernels read is then made once, and not in every call. Patched modules run with these
+    terms in training mode, too; a file of the model loads with parameters again.
+
+    Returns:
+        How many modules have terms that were trained.
+    """
+    found = [module for module in patched_modules(model) if module.trains_terms]
+    for module in found:
+        module.score_bias.freeze()
+    return len(found)
 
 
 @contextmanager

@@ -12,7 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flashbias_convert import Plan, apply_plan, inspect_model, patch_model, patched, unpatch_model
+from flashbias_convert import (
+    Plan,
+    apply_plan,
+    freeze_terms,
+    inspect_model,
+    patch_model,
+    patched,
+    unpatch_model,
+)
 from flashbias_convert.errors import StaleTermsError, UsageError
 from flashbias_convert.modules import ScoreBiasModule
 from flashbias_convert.terms import Alibi, Dense, LowRank, Regions, RelativeTable, ScoreBias
@@ -116,16 +124,34 @@ def test_no_forms_of_terms_outlive_a_step(fused: bool) -> None:
     assert torch.equal(run(model), run(fresh)) and not torch.equal(run(model), before)
 
 
-def test_forms_are_kept_while_nothing_asks_for_gradients() -> None:
-    module = attention(trained()).score_bias
+def test_an_average_of_weights_is_never_computed_with_older_ones() -> None:
+    model = trained()
+    average = copy.deepcopy(model).requires_grad_(False)
+    before = run(average)
+    step(model, 3)
+    torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1.0)
+    assert torch.allclose(run(average), run(model), rtol=0, atol=1e-5)
+    assert not torch.allclose(run(average), before, rtol=0, atol=1e-3)
+
+
+def test_frozen_terms_are_buffers_whose_forms_are_kept() -> None:
+    model = trained()
+    before, names = run(model), set(model.state_dict())
+    module = attention(model).score_bias
     assert module.prepared() is not module.prepared()
-    module.requires_grad_(False)
-    kept = module.prepared()
-    assert module.prepared() is kept
-    module.requires_grad_(True)
-    module.prepared()
-    module.requires_grad_(False)
-    assert module.prepared() is not kept
+    assert freeze_terms(model) == 2
+    assert module.prepared() is module.prepared()
+    assert torch.equal(run(model), before) and set(model.state_dict()) == names
+    assert not any("low_rank" in name for name, _ in model.named_parameters())
+    step(model)
+    for key, value in terms(trained()).items():
+        assert torch.equal(value, terms(model)[key])
+    with pytest.raises(UsageError, match="are trained"):
+        unpatch_model(model)
+    thawed = undropped()
+    train_terms(thawed)
+    thawed.load_state_dict(model.state_dict())
+    assert torch.equal(run(thawed), run(model))
 
 
 def test_the_sources_of_a_bias_rest() -> None:
