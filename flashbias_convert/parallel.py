@@ -1,7 +1,8 @@
 """Patched models on several processes: heads that are split, and sites that are shared out.
 
 A patched model can be wrapped by DDP and by FSDP2 as it is: its terms are buffers, of which every
-process keeps all. Tensor parallelism splits heads, and the terms must follow: `shard_sites`.
+process keeps all; terms that are trained are parameters like others. Tensor parallelism splits
+heads, and the terms must follow: `shard_sites`.
 """
 
 from __future__ import annotations
