@@ -24,8 +24,9 @@ def check_train(train: object) -> None:
 def mark_trained(plan: Plan) -> None:
     """Write into a plan, in place, that the terms of its patched sites are parameters.
 
-    Networks that make terms from the input, and terms without a tensor of floating point, are
-    none; their sites get a warning.
+    What it says of energies and errors is then true of the start. Networks that make terms from
+    the input, and terms without a tensor of floating point, are no parameters; their sites get a
+    warning.
 
     Raises:
         UsageError: no patched site has terms to train, or the plan holds no terms.
@@ -41,6 +42,8 @@ def mark_trained(plan: Plan) -> None:
             site.warnings = (*site.warnings, NOTHING_TO_TRAIN)
     for site in learning:
         assert site.bias is not None
+        if not site.trains_terms():
+            site.reason += "; trained from there"
         site.bias = in_full_precision(site.bias)
         site.spec = with_builders(site.bias.spec(), site.builders(), site.modules, trained=True)
 

@@ -211,7 +211,18 @@ def test_trained_terms_are_dropped_only_when_asked_to() -> None:
         patched(undropped(), train="terms"),
     ):
         pass
+    with pytest.raises(UsageError, match="are trained"), patched(model, recipes=[TOY]):
+        pass
+    assert torch.equal(run(model), before) and not attention(model).table.requires_grad
     assert unpatch_model(model, discard_trained=True) == 2
+
+
+def test_exact_terms_that_are_trained_are_exact_no_more() -> None:
+    model = undropped()
+    plan = inspect_model(model, recipes=[TOY], method="exact")
+    assert all(site.is_exact() for site in plan.sites)
+    apply_plan(model, plan, recipes=[TOY], backend="eager", train="terms")
+    assert not any(site.is_exact() for site in plan.sites)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
@@ -308,6 +319,7 @@ def test_a_plan_says_what_it_trains() -> None:
     plan = inspect_model(model, recipes=[TOY], method="svd")
     assert not any(site.trains_terms() for site in plan.sites)
     apply_plan(model, plan, recipes=[TOY], backend="eager", train="terms")
+    assert all(site.reason.endswith("; trained from there") for site in plan.sites)
     again = Plan.from_json(plan.to_json())
     assert all(site.trains_terms() for site in again.sites)
     empty = undropped()
