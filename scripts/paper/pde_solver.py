@@ -206,16 +206,19 @@ def phases(
     return {"training": step, "inference": infer}
 
 
-def judged(attend: Attend, points: Tensor, args: argparse.Namespace) -> dict[str, Any]:
-    """Errors of a peer, and whether they are those of rounding."""
+def judged(
+    attend: Attend, points: Tensor, args: argparse.Namespace
+) -> tuple[dict[str, Any], dict[str, bool]]:
+    """Errors of a peer, and by phase whether they are those of rounding."""
     judge = partial(errors, points=points[None, :2048], heads=8, size=16,
                     dtype=getattr(torch, args.dtype))  # fmt: skip
     found, expected = judge(attend), judge(plain)
     # a bias of up to 4 LARGEST_WEIGHT is a sum of fp32 numbers, and no difference of coordinates
     least = torch.finfo(torch.float32).eps * 4 * LARGEST_WEIGHT
-    correct = all(a <= 2 * b + least for a, b in zip(found, expected, strict=True))
+    fine = [a <= 2 * b + least for a, b in zip(found, expected, strict=True)]
     named = zip(("error_out", "error_dq", "error_dw"), found, strict=True)
-    return {"correct": correct} | {name: f"{value:.2e}" for name, value in named}
+    verdict = {"training": all(fine), "inference": fine[0]}
+    return {name: f"{value:.2e}" for name, value in named}, verdict
 
 
 def timed_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -228,27 +231,31 @@ def timed_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             try:
                 yield from _timed(peer, batch, facts, args)
             except (RuntimeError, ValueError, NotImplementedError) as error:
-                out = isinstance(error, torch.OutOfMemoryError)
-                status = "out of memory" if out else str(error).splitlines()[0][:120]
-                yield {**facts, "status": status}
+                yield {**facts, "status": _status(error)}
             gc.collect()
             torch._dynamo.reset()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
 
 
+def _status(error: Exception) -> str:
+    """Why there is no time."""
+    out = isinstance(error, torch.OutOfMemoryError)
+    return "out of memory" if out else (str(error).splitlines() or [type(error).__name__])[0][:120]
+
+
 def _timed(
     peer: str, batch: tuple[Tensor, Tensor, Tensor], facts: dict[str, Any], args: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     attend = PEERS[peer]() if peer != OURS else FusedAttend(args.backend)
-    verdict = {"correct": "no bias"} if peer == NO_BIAS else judged(attend, batch[0][0], args)
+    wrong, correct = ({}, {}) if peer == NO_BIAS else judged(attend, batch[0][0], args)
     model = model_of(args, attend, peer != NO_BIAS)
     for phase, call in phases(model, batch, args).items():
-        row = {"phase": phase, **facts, **verdict}
+        row = {"phase": phase, **facts, **wrong, "correct": correct.get(phase, "no bias")}
         try:
             found = measure(call, torch.device(args.device), repeats=args.repeats, budget_s=60)
-        except torch.OutOfMemoryError:
-            yield {**row, "status": "out of memory"}
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            yield {**row, "status": _status(error)}
             model.zero_grad(set_to_none=True)
             continue
         times = found.times
