@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .inspection import inspect_model
     from .options import DecomposeOptions
     from .patched_attention import PatchedAttention
-    from .patching import apply_plan, patch_model, patched, unpatch_model
+    from .patching import apply_plan, freeze_terms, patch_model, patched, unpatch_model
     from .plan import Plan, SitePlan
     from .probing import Probe, SiteProbe, probe_model
     from .recipe import Description, Observed, Recipe, Site, UnsupportedSite, load_recipe_file
@@ -72,7 +72,7 @@ _MODULES = {
     "inspection": ("inspect_model",),
     "options": ("DecomposeOptions",),
     "patched_attention": ("PatchedAttention",),
-    "patching": ("apply_plan", "patch_model", "patched", "unpatch_model"),
+    "patching": ("apply_plan", "freeze_terms", "patch_model", "patched", "unpatch_model"),
     "plan": ("Plan", "SitePlan"),
     "probing": ("Probe", "SiteProbe", "probe_model"),
     "recipe": (
@@ -143,6 +143,7 @@ __all__ = [
     "calibrate_model",
     "fit_sites",
     "flashbias_attention",
+    "freeze_terms",
     "inspect_model",
     "load_model",
     "load_recipe_file",

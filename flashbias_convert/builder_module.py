@@ -58,11 +58,17 @@ class BuilderModule(nn.Module):
                 raise ValueError(f"{name} of {self.kind} holds NaN or infinity")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        def keep_dtype(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+        return super()._apply(keeping_dtype(fn), recurse)
 
-        return super()._apply(keep_dtype, recurse)
+
+def keeping_dtype(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """What `nn.Module._apply` is called with, but that it only moves tensors and casts none."""
+
+    def keep_dtype(tensor: Tensor) -> Tensor:
+        moved = fn(tensor)
+        return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+    return keep_dtype
 
 
 def without_autocast(device: torch.device) -> Any:

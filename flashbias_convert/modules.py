@@ -1,4 +1,4 @@
-"""The module that holds a site's terms as buffers and computes attention with them."""
+"""The module that holds a site's terms, as buffers or parameters, and attends with them."""
 
 from __future__ import annotations
 
@@ -12,24 +12,38 @@ from torch import Tensor, nn
 
 from .attention import SLACK, PreparedBias, bias_bound, flashbias_attention
 from .attention.arguments import broadcasts
-from .builder_module import BuilderModule
+from .builder_module import BuilderModule, keeping_dtype
 from .builders import Builder, find_builder, module_entries
+from .errors import UsageError
 from .terms import Lookup, Regions, RelativeTable, ScoreBias, Term
 
 
 class TermTensors(nn.Module):
-    """The tensors of one term, as buffers named like its fields."""
+    """The tensors of one term, named like its fields: buffers, or parameters to be trained."""
 
-    def __init__(self, term: Term) -> None:
+    def __init__(self, term: Term, trained: bool = False) -> None:
         super().__init__()
         self._pinned = frozenset(k for k, pinned in term.tensor_fields().items() if pinned)
         for name, tensor in term.tensors().items():
             # own and contiguous: a slice of an SVD would keep all of it alive, and checkpoints
             # want tensors that share nothing
             own = tensor.detach().clone(memory_format=torch.contiguous_format)
-            self.register_buffer(name, own)
+            if trained and own.is_floating_point():
+                self.register_parameter(name, nn.Parameter(own))
+            else:
+                self.register_buffer(name, own)
+
+    def freeze(self) -> None:
+        """Turn parameters into buffers."""
+        for name, parameter in list(self._parameters.items()):
+            assert parameter is not None
+            del self._parameters[name]
+            self.register_buffer(name, parameter.detach())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TermTensors:
+        if self._parameters:  # all of them fp32, and so are their gradients
+            super()._apply(keeping_dtype(fn), recurse)
+            return self
         # a cast must not round integers or factors: keep the device move, undo the dtype change
         for name, old in self._buffers.items():
             if old is None:
@@ -88,7 +102,7 @@ def _mask_fits(term: Regions, mask: Tensor) -> bool:
 
 
 class ScoreBiasModule(nn.Module):
-    """Holds a site's terms as buffers and computes attention with them.
+    """Holds a site's terms and computes attention with them.
 
     It is the submodule `score_bias` of a patched attention module; its state-dict keys are
     ``<site>.score_bias.<term>.<tensor>``, and ``<site>.score_bias.layout``: text as bytes that
@@ -99,6 +113,8 @@ class ScoreBiasModule(nn.Module):
         backend: "auto", "triton", "sdpa" or "eager", see `flashbias_attention`.
         builders: names of the builders that calls may use, see `builders`.
         modules: builders with weights of their own, by the names that calls use; copied.
+        trained: floating-point tensors of the terms are fp32 parameters, see `patch_model`; else
+            all of them are buffers.
     """
 
     layout: Tensor
@@ -109,12 +125,18 @@ class ScoreBiasModule(nn.Module):
         backend: str = "auto",
         builders: Sequence[str] = (),
         modules: Mapping[str, BuilderModule] | None = None,
+        trained: bool = False,
     ) -> None:
         super().__init__()
         self.backend = backend
+        #: whether the terms are parameters, and no longer follow from the module's own bias
+        self.trained = trained
+        if trained:
+            bias = in_full_precision(bias)
         self.builders = {name: find_builder(name) for name in builders}
-        self._spec = with_builders(bias.spec(), builders, modules)
+        self._spec = with_builders(bias.spec(), builders, modules, trained)
         self._kinds = frozenset(term.kind for term in bias.terms)
+        self._learnt = frozenset(term.kind for term in bias.terms if trained and can_learn(term))
         #: whether the terms came with the last state dict; set here, cleared by the owner
         self.just_loaded = False
         #: whether the terms are placeholders that a state dict must fill
@@ -127,21 +149,23 @@ class ScoreBiasModule(nn.Module):
         codes = torch.tensor(list(text), dtype=torch.uint8, device=bias.device)
         self.register_buffer("layout", codes)
         for name, term in zip(bias.term_names(), bias.terms, strict=True):
-            self.add_module(name, TermTensors(term))
+            self.add_module(name, TermTensors(term, trained))
         for name, module in (modules or {}).items():
             if name in self.builders or hasattr(self, name):
                 raise ValueError(f"a builder cannot be called {name!r}")
             self.add_module(name, copy.deepcopy(module))
 
     def _forget(self) -> None:
-        """Drop everything that was derived from the buffers."""
+        """Drop everything that was derived from the tensors."""
+        self._looked_at = False
         self._prepared: dict[tuple[str, ...], PreparedBias] = {}
         self._last_joined: tuple[PreparedBias, tuple[Term, ...], PreparedBias] | None = None
         self.mask_memo = MaskMemo(self.mask_memo.doubtful)
 
     def spec(self) -> dict[str, Any]:
         """See `ScoreBias.spec`; dtypes are those of now."""
-        return with_builders(self.bias.spec(), tuple(self.builders), self.builder_modules())
+        builders = tuple(self.builders)
+        return with_builders(self.bias.spec(), builders, self.builder_modules(), self.trained)
 
     def builder_modules(self) -> dict[str, BuilderModule]:
         """The builders with weights, by name."""
@@ -159,6 +183,9 @@ class ScoreBiasModule(nn.Module):
     def prepared(self, without: tuple[str, ...] = ()) -> PreparedBias:
         """The terms with their kernel-ready forms, made once per move, cast or load.
 
+        Made anew in every call while the terms are parameters: fused optimizers leave no trace of
+        what they change, and averages of weights change parameters that ask for no gradients.
+
         Args:
             without: kinds of terms to leave out.
 
@@ -166,13 +193,11 @@ class ScoreBiasModule(nn.Module):
             ValueError: the tensors were loaded from a state dict of other terms.
         """
         without = tuple(kind for kind in without if kind in self._kinds)
+        if self.learns():
+            return self._prepare(without)
         if without in self._prepared:
             return self._prepared[without]
-        self._check_layout()
-        bias = ScoreBias.from_state(self._spec, dict(self.named_buffers()))
-        kept = tuple(term for term in bias.terms if term.kind not in without)
-        _check_codes(kept)
-        made = PreparedBias(ScoreBias(kept, bias.num_heads))
+        made = self._prepare(without)
         # a graph that is being traced must not change what the next call finds: it would be
         # compiled a second time
         if not torch.compiler.is_compiling():
@@ -183,6 +208,36 @@ class ScoreBiasModule(nn.Module):
         """Prepare everything that calls without terms of their own ask for."""
         self.prepared()
         self.prepared((Regions.kind,))  # maps of one window bring no mask
+
+    def learns(self) -> bool:
+        """Whether the terms are parameters."""
+        return self.trained and any(
+            bool(terms._parameters)
+            for terms in self._modules.values()
+            if isinstance(terms, TermTensors)
+        )
+
+    def freeze(self) -> None:
+        """Turn the parameters of the terms into buffers; they stay what was trained."""
+        for terms in self._modules.values():
+            if isinstance(terms, TermTensors):
+                terms.freeze()
+        self._forget()
+        self.prepared()
+
+    def _prepare(self, without: tuple[str, ...]) -> PreparedBias:
+        tensors = dict(self.named_buffers())
+        if self.trained:
+            tensors |= dict(self.named_parameters())
+        looked_at = self._looked_at
+        if not looked_at:
+            self._check_layout()
+        bias = ScoreBias.from_state(self._spec, tensors)
+        if not looked_at and not torch.compiler.is_compiling():
+            _check_codes(bias.terms)
+            self._looked_at = True
+        kept = tuple(term for term in bias.terms if term.kind not in without)
+        return PreparedBias(ScoreBias(kept, bias.num_heads))
 
     def _check_layout(self) -> None:
         """Compare the layout that came with the tensors; reads it from its device."""
@@ -196,12 +251,13 @@ class ScoreBiasModule(nn.Module):
             )
 
     def bound_scores(self, scale_bound: float | None) -> None:
-        """Work out `score_bound`; reads the terms.
+        """Work out `score_bound`; reads the terms. Terms that are trained have no bound.
 
         Args:
             scale_bound: what no |scale * q k| exceeds, or None if that is not known.
         """
         known = scale_bound is not None and not any(buffer.is_meta for buffer in self.buffers())
+        known = known and not self.trained
         bound = bias_bound(self.bias) if known else None
         both = None if bound is None or scale_bound is None else SLACK * scale_bound + bound
         self.score_bound = both
@@ -244,7 +300,17 @@ class ScoreBiasModule(nn.Module):
 
         Returns:
             Tensor of shape (*batch, H, N, Dv).
+
+        Raises:
+            UsageError: the call leaves out terms that were trained: there is nothing else that
+                knows what they have learnt.
         """
+        lost = self._learnt.intersection(without)
+        if lost:
+            raise UsageError(
+                f"this call needs another bias than the {', '.join(sorted(lost))} that was trained",
+                "call the model with the input size that it was patched for",
+            )
         prepared, bound = self.of_call(built, extra, without)
         return flashbias_attention(
             q, k, v, prepared, score_bound=bound, backend=self.backend, **kwargs
@@ -277,7 +343,7 @@ class ScoreBiasModule(nn.Module):
             self._last_joined = (own, extra, joined)
         return joined
 
-    # -- staying in step with the buffers --------------------------------------------------
+    # -- staying in step with the tensors --------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ScoreBiasModule:
         super()._apply(fn, recurse)
@@ -306,14 +372,33 @@ def with_builders(
     spec: Mapping[str, Any],
     builders: Sequence[str],
     modules: Mapping[str, BuilderModule] | None = None,
+    trained: bool = False,
 ) -> dict[str, Any]:
-    """A `ScoreBias.spec` that also says which builders there are."""
+    """A `ScoreBias.spec` that also says which builders there are, and whether terms are trained."""
     out = dict(spec)
+    if trained:
+        out["trained"] = True
     if builders:
         out["builders"] = list(builders)
     if modules:
         out["builder_modules"] = module_entries(modules)
     return out
+
+
+def can_learn(term: Term) -> bool:
+    """Whether a term has a tensor that can be trained: one of floating point."""
+    return any(tensor.is_floating_point() for tensor in term.tensors().values())
+
+
+def in_full_precision(bias: ScoreBias) -> ScoreBias:
+    """A copy whose floating-point tensors are fp32 or wider."""
+
+    def widened(_: str, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+    return ScoreBias(tuple(term.map_tensors(widened) for term in bias.terms), bias.num_heads)
 
 
 def _check_codes(terms: Sequence[Term]) -> None:

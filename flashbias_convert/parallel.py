@@ -1,7 +1,8 @@
 """Patched models on several processes: heads that are split, and sites that are shared out.
 
 A patched model can be wrapped by DDP and by FSDP2 as it is: its terms are buffers, of which every
-process keeps all. Tensor parallelism splits heads, and the terms must follow: `shard_sites`.
+process keeps all; terms that are trained are parameters like others. Tensor parallelism splits
+heads, and the terms must follow: `shard_sites`.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ def _require_even(site: PatchedAttention, parts: int) -> None:
         raise UsageError(f"the heads of this {name} are split already")
     if not site.head_counts:
         raise UsageError(f"the recipe of {name} does not say how its heads can be split")
+    if site.trains_terms:
+        raise UsageError(f"the terms of this {name} are trained: their heads cannot be split")
     site.check_fresh()
     heads = {site.score_bias.bias.num_heads, *(getattr(site, n) for n in site.head_counts)}
     uneven = [count for count in heads if not isinstance(count, int) or count % parts]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .composed import Composed
 from .errors import StaleTermsError, UsageError
 from .modules import ScoreBiasModule
+from .trained_terms import dropout_problem
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class PatchedAttention(Composed):
     A recipe subclasses it and writes `flashbias_forward` and `bias_sources`.
 
     In training mode the original forward runs, with its dropout and gradients; so it does while
-    a bypassed child is in training mode (dropout that was switched on by hand).
+    a bypassed child is in training mode (dropout that was switched on by hand). Where the terms
+    themselves are trained, it never runs: its bias is not theirs.
     """
 
     #: names of children that the original forward calls and `flashbias_forward` does not
@@ -52,6 +54,8 @@ class PatchedAttention(Composed):
 
     #: over how many processes the heads are split
     split_over: int = 1
+    #: names of parameters that rest while the terms are trained
+    resting: tuple[str, ...] = ()
     score_bias: ScoreBiasModule
     _seal: Seal
 
@@ -62,6 +66,10 @@ class PatchedAttention(Composed):
     def bias_sources(self) -> tuple[Tensor | Hashable, ...]:
         """Everything that the terms were made from: parameters, buffers, sizes."""
         raise NotImplementedError
+
+    def used_sources(self) -> tuple[Tensor, ...]:
+        """Those of `bias_sources` that `flashbias_forward` reads itself, beside the terms."""
+        return ()
 
     def scale_bound(self) -> float | None:
         """What no |scale * q k| exceeds, if the scores have such a bound (cosine attention).
@@ -84,8 +92,15 @@ class PatchedAttention(Composed):
         """What the module computed before it was patched.
 
         Raises:
-            UsageError: its heads are split over processes, which the original does not know.
+            UsageError: its heads are split over processes, which the original does not know, or
+                its terms are trained, which are not the original's bias.
         """
+        if self.trains_terms:
+            raise UsageError(
+                f"a call of this {self.original_class.__name__} asks for its original forward, "
+                "which does not know the bias that was trained",
+                "do not ask for attention weights, nor pass masks of your own",
+            )
         if self.split_over > 1:
             raise UsageError(
                 f"the heads of this {self.original_class.__name__} are split over "
@@ -96,10 +111,27 @@ class PatchedAttention(Composed):
 
     def runs_original(self) -> bool:
         """Whether the original forward runs: in training, or while a bypassed child trains."""
+        return not self.trains_terms and self._in_training()
+
+    def _in_training(self) -> bool:
         children = [self._modules.get(name) for name in self.bypassed]
         return self.training or any(child is not None and child.training for child in children)
 
+    @property
+    def trains_terms(self) -> bool:
+        """Whether the terms are parameters, which have left their decomposition behind."""
+        return self.score_bias.trained
+
+    def _check_dropout(self) -> None:
+        problem = dropout_problem(self, self.bypassed)
+        if problem is not None:
+            raise UsageError(f"{self.original_class.__name__}: {problem}")
+
     def _check_gradients(self) -> None:
+        if self.trains_terms:
+            if self._in_training():
+                self._check_dropout()
+            return
         if torch.is_grad_enabled() and any(
             s.requires_grad for s in self.bias_sources() if isinstance(s, Tensor)
         ):
@@ -109,11 +141,19 @@ class PatchedAttention(Composed):
 
     def seal(self) -> None:
         """Declare that the terms belong to the weights and sizes as they are now."""
-        sources = self.bias_sources()
+        sources = self.sealed_sources()
         self._seal = Seal(state_of(sources), values_of(sources))
         self.score_bias.awaits_load = False
         self.score_bias.prepare()  # now, so that torch.compile finds it made
         self.score_bias.bound_scores(self.scale_bound())
+
+    def sealed_sources(self) -> tuple[Tensor | Hashable, ...]:
+        """What must not change: `bias_sources`, but for those that are trained beside the terms."""
+        sources = self.bias_sources()
+        if not self.trains_terms:
+            return sources
+        used = {id(source) for source in self.used_sources()}
+        return tuple(source for source in sources if id(source) not in used)
 
     def is_stale(self) -> bool:
         """Whether weights or sizes have changed since the terms were made.
@@ -124,7 +164,7 @@ class PatchedAttention(Composed):
         """
         if self._seal.broken:
             return True
-        sources = self.bias_sources()
+        sources = self.sealed_sources()
         state = state_of(sources)
         if state == self._seal.state:
             return False
@@ -140,11 +180,13 @@ class PatchedAttention(Composed):
 
     def compare_values(self) -> None:
         """Look at the numbers themselves: after training and after loading."""
-        if self.is_stale() or self._seal.values != values_of(self.bias_sources()):
+        if self.is_stale() or self._seal.values != values_of(self.sealed_sources()):
             self._seal = BROKEN
 
     def train(self, mode: bool = True) -> Self:
         back_from_training = self.training and not mode
+        if mode and self.trains_terms:  # here, too: compiled code does not look
+            self._check_dropout()
         super().train(mode)
         if back_from_training:
             self.compare_values()

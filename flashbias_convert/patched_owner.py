@@ -20,7 +20,8 @@ class PatchedOwner(Composed):
 
     An owner is a module whose forward makes a bias or a mask once and hands it to the attention
     modules below: BLOOM makes its ALiBi so, T5 its table. Patched, it hands on something of linear
-    size instead. All of its attention modules are patched, or none: they share what it makes.
+    size instead. All of its attention modules are patched, or none: they share what it makes; and
+    all of them train their terms, or none.
 
     A recipe writes `flashbias_forward`, and there calls `self.original_forward` inside
     ``with self.lean():``. In training mode, or while an attention module would run its own original
@@ -45,7 +46,7 @@ class PatchedOwner(Composed):
         raise NotImplementedError
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.training or any(module.runs_original() for module in self._consumers):
+        if self._runs_original():
             return self.original_forward(*args, **kwargs)
         if not torch.compiler.is_compiling() and self.is_stale():
             raise StaleTermsError(
@@ -54,6 +55,12 @@ class PatchedOwner(Composed):
                 "run unpatch_model and patch_model again",
             )
         return self.flashbias_forward(*args, **kwargs)
+
+    def _runs_original(self) -> bool:
+        """Not if all of its attention modules train their terms; else in training."""
+        if any(module.runs_original() for module in self._consumers):
+            return True
+        return self.training and not all(module.trains_terms for module in self._consumers)
 
     def seal(self) -> None:
         """Declare that the terms belong to the sources as they are now."""

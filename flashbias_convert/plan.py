@@ -55,6 +55,10 @@ class SitePlan:
         entries = self.spec["terms"] if self.spec else []
         return tuple(dict.fromkeys(entry["kind"] for entry in entries))
 
+    def trains_terms(self) -> bool:
+        """Whether the terms of a patched site are parameters."""
+        return bool(self.spec and self.spec.get("trained"))
+
     def builders(self) -> tuple[str, ...]:
         """Names of the builders of a patched site."""
         return tuple(self.spec.get("builders", ())) if self.spec else ()
@@ -65,8 +69,11 @@ class SitePlan:
         return tuple(dict.fromkeys(entry["kind"] for entry in entries))
 
     def is_exact(self) -> bool:
-        """Whether nothing of the bias was lost: no logit moves but by rounding."""
-        return all(d.logit_error_max == 0 for d in self.decisions)
+        """Whether nothing of the bias was lost: no logit moves but by rounding.
+
+        Terms that are trained leave the original's bias behind.
+        """
+        return not self.trains_terms() and all(d.logit_error_max == 0 for d in self.decisions)
 
     def ranks(self) -> list[int]:
         """Ranks of the heads that have a low-rank term."""

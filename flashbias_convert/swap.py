@@ -15,6 +15,7 @@ from .modules import ScoreBiasModule
 from .patched_attention import BROKEN, PatchedAttention, Seal, seal_if_loaded
 from .patched_owner import PatchedOwner
 from .terms import ScoreBias
+from .trained_terms import dropout_problem, set_to_rest, wake
 
 #: name of the submodule that holds the terms of a patched module
 SUBMODULE = "score_bias"
@@ -58,6 +59,7 @@ def patch_module(
     builders: Sequence[str] = (),
     modules: Mapping[str, BuilderModule] | None = None,
     awaits_load: bool = False,
+    trained: bool = False,
 ) -> None:
     """Give a module its patched class and its terms, in place; on an error it stays as it was.
 
@@ -70,18 +72,23 @@ def patch_module(
         modules: builders with weights that the class uses; copied.
         awaits_load: the terms are placeholders; until a state dict has filled them, the module
             refuses to compute.
+        trained: the terms become parameters, and what they were made from rests.
 
     Raises:
-        UsageError: the module cannot be patched, see `refusal`.
+        UsageError: the module cannot be patched, see `refusal`, or its terms cannot be trained.
     """
     reason = refusal(module)
+    if reason is None and trained and not awaits_load:
+        reason = dropout_problem(module, recipe_class.bypassed)
     if reason:
         raise UsageError(reason)
-    terms = ScoreBiasModule(bias, backend, builders, modules)
+    terms = ScoreBiasModule(bias, backend, builders, modules, trained)
     terms.train(module.training)
     _install(module, compose(recipe_class, type(module)), terms)
     assert isinstance(module, PatchedAttention)
     try:
+        if trained:
+            module.resting = set_to_rest(module, module.sealed_sources())
         module.seal()
     except BaseException:
         unpatch_module(module)
@@ -102,12 +109,24 @@ def unpatch_module(module: PatchedAttention) -> None:
             f"the heads of this module are split over {module.split_over} processes",
             "unpatch a model before shard_sites, or load it again",
         )
+    wake(module, module.resting)
     del module._modules[SUBMODULE]
-    module.__dict__.pop("_seal", None)
+    for name in ("_seal", "resting"):
+        module.__dict__.pop(name, None)
     hooks = module._load_state_dict_post_hooks
     for key in [key for key, hook in hooks.items() if hook is seal_if_loaded]:
         del hooks[key]
     module.__class__ = module.original_class  # type: ignore[assignment]
+
+
+def refuse_trained(model: nn.Module) -> None:
+    """Raise UsageError if a model has terms that are trained, and would lose them."""
+    trained = [module for module in patched_modules(model) if module.trains_terms]
+    if trained:
+        raise UsageError(
+            f"the terms of {len(trained)} modules are trained, and would be lost",
+            "save_model keeps them; unpatch_model(model, discard_trained=True) drops them",
+        )
 
 
 def patch_owner(module: nn.Module, recipe_class: type[PatchedOwner]) -> None:
@@ -151,14 +170,18 @@ class _Patched:
     cls: type
     terms: ScoreBiasModule
     seal: Seal
+    resting: tuple[str, ...]
 
     @classmethod
     def of(cls, module: PatchedAttention) -> _Patched:
-        return cls(module, type(module), module.score_bias, module._seal)
+        return cls(module, type(module), module.score_bias, module._seal, module.resting)
 
     def restore(self) -> None:
         _install(self.module, self.cls, self.terms)
         self.module._seal = self.seal
+        if self.resting:
+            sources = [self.module.get_parameter(name) for name in self.resting]
+            self.module.resting = set_to_rest(self.module, sources)
 
 
 def unpatch_all(model: nn.Module) -> int:

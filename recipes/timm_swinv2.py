@@ -47,6 +47,9 @@ class SwinV2WindowAttention(WindowAttention):
         sizes = (tuple(self.window_size), tuple(self.pretrained_window_size))
         return (*self.cpb_mlp.parameters(), self.logit_scale, *sizes)
 
+    def used_sources(self) -> tuple[Tensor, ...]:
+        return (self.logit_scale,)
+
     def scale_bound(self) -> float | None:
         scale = cosine_scale(self.logit_scale).detach()
         return None if scale.is_meta else float(scale.max())

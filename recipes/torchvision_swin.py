@@ -39,6 +39,9 @@ class ShiftedWindowAttention(PatchedAttention):
         made = (self.relative_coords_table, self.logit_scale, self.relative_position_index)
         return (*self.cpb_mlp.parameters(), *made, size)
 
+    def used_sources(self) -> tuple[Tensor, ...]:
+        return (self.logit_scale,) if self._is_cosine() else ()
+
     def scale_bound(self) -> float | None:
         if not self._is_cosine() or self.logit_scale.is_meta:
             return None

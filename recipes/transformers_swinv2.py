@@ -44,6 +44,9 @@ class Swinv2SelfAttention(PatchedAttention):
         sizes = (tuple(self.window_size), tuple(self.pretrained_window_size))
         return (*self.continuous_position_bias_mlp.parameters(), self.logit_scale, *sizes)
 
+    def used_sources(self) -> tuple[Tensor, ...]:
+        return (self.logit_scale,)
+
     def scale_bound(self) -> float | None:
         scale = cosine_scale(self.logit_scale).detach()
         return None if scale.is_meta else float(scale.max())

@@ -9,15 +9,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..terms import ScoreBias
+from ..terms import LowRank, ScoreBias
 from .arguments import AttentionArguments
 from .positions import place_queries, spread_diagonals
 
 
 def eager_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias | None, args: AttentionArguments
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: ScoreBias | None,
+    args: AttentionArguments,
+    score_scale: LowRank | None = None,
 ) -> Tensor:
-    """softmax(scale * q k^T + bias, masked) v, see `flashbias_attention` for shapes."""
+    """softmax(scale * q k^T * b + bias, masked) v, see `flashbias_attention` for shapes."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     groups = q.shape[-3] // k.shape[-3]
     key = _repeat_heads(k.to(dtype), groups)
@@ -26,6 +31,8 @@ def eager_attention(
     if args.cosine:
         query, key = normalize_rows(query), normalize_rows(key)
     scores = (query @ key.transpose(-1, -2)) * args.scale_for_heads(q, dtype)
+    if score_scale is not None:
+        scores = scores * score_scale.dense(q.shape[-2], k.shape[-2], dtype=dtype)
     if bias is not None:
         scores = scores + dense_bias(bias, q.shape[-2], k.shape[-2], args, dtype)
     visible = visible_keys(q, k, args)

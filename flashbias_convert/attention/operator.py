@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..errors import UnsupportedTermError, UsageError
-from ..terms import ScoreBias
+from ..terms import LowRank, ScoreBias
 from .arguments import AttentionArguments, check_arguments
 from .backends import BACKENDS, call_problem, device_problem, wants_gradients, warn_once
 from .eager import eager_attention
+from .multiplicative import check_score_scale, repeat_channels
 from .packing import NO_BIAS, pack
 from .positions import place_queries
 from .prepared import PreparedBias
@@ -32,6 +34,7 @@ def flashbias_attention(
     key_mask: Tensor | None = None,
     cosine: bool = False,
     score_bound: float | None = None,
+    score_scale: LowRank | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """softmax(scale * q k^T + bias) v, the bias being a sum of terms (FlashBias, section 3).
@@ -55,6 +58,12 @@ def flashbias_attention(
         score_bound: what no |scale * q k + bias| exceeds, masks aside, if the caller knows: a hint
             that lets the kernel skip the running maximum. Without a `key_mask`, every row must
             have a key that is not masked by a term. A bound that is wrong makes wrong results.
+        score_scale: multiplies the scores before the bias is added, softmax(scale * (q k^T) * b +
+            bias) v with b = phi_q phi_k^T, as plain attention with head size R D. For instance
+            cos(i - j), of rank 2: phi_q[i] = (cos i, sin i), phi_k[j] = (cos j, sin j). Above the
+            rank sqrt(102400 / D^2 + 1), 5 for D = 64, this would move more memory than the matrix
+            b, and is refused (FlashBias, appendix "Extension to Multiplicative Bias"); the kernels
+            take R D up to 256.
         backend: "triton" (the kernels, forward and backward), "sdpa" (factors concatenated on
             torch's attention, differentiable), "eager" (the reference), or "auto": the kernels
             where they can run, else sdpa with a warning once per reason.
@@ -64,7 +73,8 @@ def flashbias_attention(
 
     Raises:
         ValueError, TypeError: arguments that do not fit; the message names them.
-        UsageError: an unknown backend.
+        UsageError: an unknown backend, or a `score_scale` whose rank does not pay; only
+            `backend="eager"` takes any rank.
         UnsupportedTermError: `backend="triton"` was asked for something that it cannot do.
     """
     if backend not in BACKENDS:
@@ -88,8 +98,14 @@ def flashbias_attention(
     )
     if prepared is not None:
         prepared.check_fits(tuple(q.shape[:-3]), q.shape[-3], q.shape[-2], k.shape[-2])
-    if backend == "eager" or (backend == "auto" and q.dtype == torch.float64):
-        return _without_autocast(eager_attention, q, k, v, terms, args)
+    eager = backend == "eager" or (backend == "auto" and q.dtype == torch.float64)
+    if score_scale is not None:
+        score_scale = check_score_scale(score_scale, q, k, any_rank=eager)
+        if not eager:
+            q, k, v, args = repeat_channels(q, k, v, score_scale, args)
+    if eager:
+        reference = partial(eager_attention, score_scale=score_scale)
+        return _without_autocast(reference, q, k, v, terms, args)
     if backend == "sdpa":
         return _without_autocast(sdpa_attention, q, k, v, terms, args)
     training = wants_gradients(q, k, v, prepared, args)

@@ -51,7 +51,8 @@ def restore_checkpoint(
 
     Raises:
         UsageError: an output that exists, or has no name that suits.
-        CheckpointError: not converted, damaged, changed since the conversion, or writing failed.
+        CheckpointError: not converted, damaged, changed since the conversion, with terms that were
+            trained, or writing failed.
     """
     source = Path(path)
     checkpoint = read_checkpoint(source)
@@ -71,6 +72,12 @@ _Original = tuple[dict[str, Tensor], dict[str, str] | None, tuple[str, ...]]
 def _original(checkpoint: Checkpoint, path: Path) -> _Original:
     """Tensors and metadata of the source, and what differs from it."""
     plan = require_plan(checkpoint.metadata, path)
+    trained = [site.name for site in plan.patched if site.trains_terms()]
+    if trained:
+        raise CheckpointError(
+            f"the terms of {len(trained)} sites in {path} were trained, such as {trained[0]!r}: "
+            "there is no original to go back to"
+        )
     terms = {key for site in plan.patched for key, _ in term_tensors(site)}
     stored = {key: t for key, t in checkpoint.tensors.items() if key not in terms}
     remembered = checkpoint.metadata.get(SOURCE_KEY)

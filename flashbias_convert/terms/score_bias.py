@@ -171,13 +171,14 @@ class ScoreBias:
         """What tensors of the right shapes do not tell: kinds, heads, ranks, as canonical JSON.
 
         Args:
-            spec: from `spec()`, now or by an older version; with builders, if any.
+            spec: from `spec()`, now or by an older version; with builders, if any, and with
+                "trained" if the terms are parameters that have left their decomposition behind.
         """
         terms = [
             {"name": entry["name"], "kind": entry["kind"], **_not_default(entry)}
             for entry in spec["terms"]
         ]
-        built: dict[str, Any] = {}
+        built: dict[str, Any] = {"trained": True} if spec.get("trained") else {}
         if spec.get("builders"):
             built["builders"] = list(spec["builders"])
         if spec.get("builder_modules"):

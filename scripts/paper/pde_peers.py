@@ -1,0 +1,144 @@
+"""Other ways to compute the attention of the PDE solver, and whether they compute it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flashbias_convert.models.pde_transformer import Attend, Distances, FusedAttend
+
+OURS, NO_BIAS = "flashbias", "SDPA without bias"
+SDPA, FLEX, FLEX_DENSE = "SDPA, dense bias", "FlexAttention, distances", "FlexAttention, dense bias"
+
+
+def without_bias(
+    q: Tensor, k: Tensor, v: Tensor, distances: Distances, weight: Tensor | None
+) -> Tensor:
+    """What attention costs at all; it computes something else."""
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def dense_bias(distances: Distances, weight: Tensor) -> Tensor:
+    """-w |x_i - x_j|^2 as a matrix (B, H, N, N), fp32."""
+    exact = "donot_use_mm_for_euclid_dist"
+    squares = torch.cdist(distances.points, distances.points, compute_mode=exact).square()
+    return -weight[..., None] * squares[:, None]
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, distances: Distances, weight: Tensor | None) -> Tensor:
+    """torch's attention with the matrix, whose gradient is a matrix, too."""
+    assert weight is not None
+    with torch.autocast(q.device.type, enabled=False):
+        mask = dense_bias(distances, weight).to(q.dtype)
+    return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+def flex(dense: bool) -> Attend:
+    """FlexAttention, compiled: with the matrix, or with distances worked out from coordinates."""
+    compiled: Any = torch.compile(_flex_dense if dense else _flex_distances, dynamic=False)
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, distances: Distances, weight: Tensor | None
+    ) -> Tensor:
+        assert weight is not None
+        if dense:
+            with torch.autocast(q.device.type, enabled=False):
+                matrix = dense_bias(distances, weight).to(q.dtype)
+            return compiled(q, k, v, matrix)
+        return compiled(q, k, v, distances.points.transpose(1, 2).contiguous(), weight.contiguous())
+
+    return attend
+
+
+def _flex_dense(q: Tensor, k: Tensor, v: Tensor, matrix: Tensor) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention(q, k, v, lambda s, b, h, i, j: s + matrix[b, h, i, j])
+
+
+def _flex_distances(q: Tensor, k: Tensor, v: Tensor, points: Tensor, weight: Tensor) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def nearer(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        dx = points[b, 0, i] - points[b, 0, j]
+        dy = points[b, 1, i] - points[b, 1, j]
+        dz = points[b, 2, i] - points[b, 2, j]
+        return score - weight[b, h, i] * (dx * dx + dy * dy + dz * dz)
+
+    return flex_attention(q, k, v, nearer)
+
+
+#: of the weights that `errors` draws
+LARGEST_WEIGHT = 64.0
+
+#: by name, what makes an `Attend`
+PEERS: dict[str, Callable[[], Attend]] = {
+    OURS: FusedAttend,
+    NO_BIAS: lambda: without_bias,
+    SDPA: lambda: sdpa,
+    FLEX: lambda: flex(False),
+    FLEX_DENSE: lambda: flex(True),
+}
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, distances: Distances, weight: Tensor | None) -> Tensor:
+    """The formula, every step in the dtype of q."""
+    assert weight is not None
+    points = distances.points.to(torch.promote_types(q.dtype, torch.float32))
+    squares = (points[:, :, None] - points[:, None]).square().sum(-1)
+    bias = -weight[..., None] * squares[:, None]
+    scores = (q @ k.mT) * q.shape[-1] ** -0.5 + bias.to(q.dtype)
+    return scores.softmax(-1) @ v
+
+
+def errors(
+    attend: Attend, points: Tensor, heads: int, size: int, dtype: torch.dtype
+) -> list[float]:
+    """Relative errors of the output and of the gradients of q and of the weights.
+
+    Against the formula in float64; NaN for gradients that a peer does not have.
+
+    Args:
+        attend: what is judged.
+        points: shape (1, N, 3).
+        heads, size: of q, k and v, which are drawn.
+        dtype: of q, k and v.
+    """
+    generator = torch.Generator(points.device).manual_seed(0)
+    shape = (1, heads, points.shape[1], size)
+    draw = {"generator": generator, "device": points.device}
+    q, k, v, dout = (torch.randn(*shape, **draw).to(dtype) for _ in range(4))
+    weight = torch.rand(*shape[:3], **draw) * LARGEST_WEIGHT
+    wide = tuple(x.double() for x in (q, k, v, weight))
+    truth = [_output(plain, wide, points.double()),
+             *_gradients(plain, wide, points.double(), dout.double())]  # fmt: skip
+    found = [_output(attend, (q, k, v, weight), points)]
+    try:
+        found += _gradients(attend, (q, k, v, weight), points, dout)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, NotImplementedError) as problem:
+        print(f"no gradients: {str(problem).splitlines()[0][:120]}", flush=True)
+    known = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, truth, strict=False)]
+    return known + [float("nan")] * (3 - len(known))
+
+
+@torch.no_grad()
+def _output(attend: Attend, inputs: tuple[Tensor, ...], points: Tensor) -> Tensor:
+    q, k, v, weight = inputs
+    return attend(q, k, v, Distances.of(points), weight)
+
+
+def _gradients(
+    attend: Attend, inputs: tuple[Tensor, ...], points: Tensor, dout: Tensor
+) -> list[Tensor]:
+    """Of q and of the weights; zeros where there are none."""
+    q, k, v, weight = (x.detach().requires_grad_() for x in inputs)
+    out = attend(q, k, v, Distances.of(points), weight)
+    found = torch.autograd.grad(out, (q, weight), dout, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g
+            for g, x in zip(found, (q, weight), strict=True)]  # fmt: skip

@@ -1,0 +1,180 @@
+"""The PDE solver: exact distances, linear memory, and precision that autocast does not touch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashbias_convert.errors import UsageError
+from flashbias_convert.models.pde_transformer import (
+    Distances,
+    FusedAttend,
+    PDEConfig,
+    PDETransformer,
+    relative_error,
+)
+from tests.memory import LargestTensor
+from tests.support import assert_parity
+
+SMALL = PDEConfig(inputs=2, layers=2, channels=16, heads=4, feedforward=24, narrowest=8.0)
+
+
+def points(n: int = 37, batch: int = 2, offset: float = 0.0) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(batch, n, 3, generator=generator) + offset
+
+
+def values(n: int = 37, batch: int = 2) -> Tensor:
+    return torch.randn(batch, n, 2, generator=torch.Generator().manual_seed(1))
+
+
+def make(config: PDEConfig = SMALL, backend: str = "sdpa") -> PDETransformer:
+    torch.manual_seed(2)
+    model = PDETransformer(config, FusedAttend(backend))
+    for layer in model.layers:
+        if layer.attention.weight is not None:  # weights that differ from token to token
+            torch.nn.init.normal_(layer.attention.weight.weight, std=0.1)
+    return model
+
+
+def formula(q: Tensor, k: Tensor, v: Tensor, distances: Distances, weight: Tensor | None) -> Tensor:
+    """softmax(q k^T / sqrt(D) - w |x_i - x_j|^2) v, with the whole matrix."""
+    scores = (q @ k.mT) * q.shape[-1] ** -0.5
+    if weight is not None:
+        x = distances.points
+        squares = (x[:, :, None] - x[:, None]).square().sum(-1)
+        scores = scores - weight[..., None] * squares[:, None]
+    return scores.softmax(-1) @ v
+
+
+def run(model: PDETransformer, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """Output and gradients of all parameters, as one vector each."""
+    out = model(points().to(dtype), values().to(dtype))
+    grads = torch.autograd.grad(out.square().sum(), list(model.parameters()))
+    return out.detach(), [torch.cat([g.flatten() for g in grads])]
+
+
+@pytest.mark.parametrize("distance", [True, False])
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_it_is_the_formula_and_so_are_its_gradients(distance: bool, backend: str) -> None:
+    config = PDEConfig(**{**vars(SMALL), "distance": distance})
+    models = [make(config, backend), make(config), make(config).double()]
+    for model in models[1:]:
+        model.use(formula)
+        for layer in model.layers:  # fp32 on purpose; the truth is wider
+            if model is models[2] and layer.attention.weight is not None:
+                weight = layer.attention.weight
+                layer.attention.token_weights = (  # type: ignore[method-assign]
+                    lambda x, w=weight: w(x).exp().transpose(-1, -2)
+                )
+    dtypes = (torch.float32, torch.float32, torch.float64)
+    results = [run(model, dtype) for model, dtype in zip(models, dtypes, strict=True)]
+    assert_parity(*(out for out, _ in results))
+    assert_parity(*(grads[0] for _, grads in results))
+
+
+def test_distances_matter_and_their_weights_learn() -> None:
+    model = make()
+    with_distances = model(points(), values())
+    with_distances.square().sum().backward()
+    for layer in model.layers:
+        grads = [p.grad for p in layer.attention.weight.parameters()]
+        assert all(grad is not None and grad.any() for grad in grads)
+        with torch.no_grad():
+            layer.attention.weight.bias.sub_(5.0)
+    assert not torch.allclose(model(points(), values()), with_distances, atol=1e-3)
+
+
+def test_a_model_starts_with_a_series_of_weights() -> None:
+    model = PDETransformer(SMALL)
+    weights = model.layers[0].attention.token_weights(torch.randn(1, 5, 16))
+    assert torch.allclose(weights[0, :, 0], torch.tensor([1.0, 2.0, 4.0, 8.0]))
+    assert PDETransformer().config == PDEConfig()
+    paper = PDEConfig()
+    sizes = (paper.layers, paper.channels, paper.heads, paper.feedforward)
+    assert sizes == (8, 128, 8, 256)
+
+
+def test_a_step_makes_nothing_of_quadratic_size() -> None:
+    n = 700
+    model = make()
+    model(points(8), values(8))
+    with LargestTensor() as largest:
+        out = model(points(n, 1), values(n, 1))
+        relative_error(out, torch.ones_like(out)).mean().backward()
+    assert n * 24 <= largest.elements < n * n / 4
+    model.use(formula)
+    with LargestTensor() as largest:
+        model(points(n, 1), values(n, 1))
+    assert largest.elements >= n * n
+
+
+def test_a_shift_of_all_points_changes_nothing_but_rounding() -> None:
+    model = make()
+    far = points(offset=64.0)
+    near = far - 64.0  # coordinates that are exact in both places
+    assert torch.allclose(model(near, values()), model(far, values()), atol=1e-4)
+
+
+def test_autocast_rounds_no_weight_and_no_coordinate() -> None:
+    model = make()
+    seen: list[tuple[Tensor, ...]] = []
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, distances: Distances, weight: Tensor | None
+    ) -> Tensor:
+        assert weight is not None
+        seen.append((q, distances.points, distances.phi_q, distances.phi_k, weight))
+        return FusedAttend("sdpa")(q, k, v, distances, weight)
+
+    model.use(attend)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(points(), values())
+    assert out.dtype == torch.bfloat16 and len(seen) == 2
+    for q, *rest in seen:
+        assert q.dtype == torch.bfloat16
+        assert all(x.dtype == torch.float32 for x in rest)
+        assert any(not torch.equal(x, x.bfloat16().float()) for x in rest)
+    out.float().square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_half_precision_keeps_the_distances_of_split_factors() -> None:
+    """Weights at which rounded factors would be off by more than one."""
+    config = PDEConfig(**{**vars(SMALL), "widest": 100.0, "narrowest": 100.0})
+    model = make(config)
+    q, k, v = (x.bfloat16() for x in torch.randn(3, 2, 4, 37, 4).unbind(0))
+    distances = Distances.of(points(offset=3.0))
+    weight = model.layers[0].attention.token_weights(torch.randn(2, 37, 16))
+    assert weight is not None
+    plain = formula(*(x.float() for x in (q, k, v)), distances, weight).bfloat16()
+    wide = Distances.of(points(offset=3.0).double())
+    truth = formula(*(x.double() for x in (q, k, v)), wide, weight.double())
+    found = FusedAttend("sdpa")(q, k, v, distances, weight)
+    assert_parity(found.detach(), plain.detach(), truth.detach())
+
+
+def test_points_in_half_precision_are_refused() -> None:
+    with pytest.raises(TypeError, match="fp32 or fp64"):
+        make()(points().bfloat16(), values())
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        ({"heads": 3}, "do not divide"),
+        ({"layers": 0}, "layers must be positive"),
+        ({"inputs": -1}, "inputs must be positive"),
+        ({"narrowest": 0.0}, "weights must be positive"),
+    ],
+)
+def test_sizes_that_make_no_sense(change: dict[str, float], match: str) -> None:
+    with pytest.raises(UsageError, match=match):
+        PDEConfig(**change)  # type: ignore[arg-type]
+
+
+def test_the_relative_error() -> None:
+    truth = torch.tensor([[[3.0], [4.0]], [[1.0], [0.0]]])
+    found = torch.tensor([[[3.0], [4.0]], [[1.0], [0.5]]])
+    assert torch.equal(relative_error(found, truth), torch.tensor([0.0, 0.5]))
