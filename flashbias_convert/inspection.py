@@ -23,7 +23,7 @@ from .modules import with_builders
 from .no_site import nothing_found
 from .options import DecomposeOptions, Method
 from .plan import Plan, SitePlan
-from .recipe import Description, NoBias, Recipe, Registry, Site, UnsupportedSite, qualified_name
+from .recipe import Description, LeftAlone, Recipe, Registry, Site, UnsupportedSite, qualified_name
 from .selection import Choice
 from .swap import original_class, owner_refusal, refusal
 from .terms import ScoreBias
@@ -188,7 +188,7 @@ def _plan_site(match: _Match, options: DecomposeOptions, against: str | None) ->
         description = recipe.describe(site)
         plan = _with_sizes(plan, description)
         return _decide(plan, description, options)
-    except NoBias as error:
+    except LeftAlone as error:
         return replace(plan, reason=str(error))
     except UnsupportedSite as error:
         return replace(plan, status="unsupported", reason=str(error))

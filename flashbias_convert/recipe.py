@@ -18,6 +18,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from .about import About
 from .errors import UsageError
 from .patched_attention import PatchedAttention
 from .patched_owner import PatchedOwner
@@ -118,7 +119,11 @@ class UnsupportedSite(Exception):
     """Raised by `Recipe.describe` for a site of its class that it cannot convert; says why."""
 
 
-class NoBias(Exception):
+class LeftAlone(Exception):
+    """Raised by `Recipe.describe` for a site that it should not convert; says why."""
+
+
+class NoBias(LeftAlone):
     """Raised by `Recipe.describe` for a site that adds no bias to its scores; says why."""
 
 
@@ -167,6 +172,7 @@ class Recipe:
             does not. Those that do not are left out of "together or not at all".
         observe: for biases that depend on the input: (module, arguments of its forward) -> what a
             fit needs to know of that call.
+        about: what a table of supported architectures says of it.
     """
 
     name: str
@@ -179,6 +185,12 @@ class Recipe:
     owners: tuple[Owner, ...] = ()
     shares: Callable[[nn.Module], bool] = _always
     observe: Callable[..., Observed] | None = None
+    about: About | None = None
+
+    @property
+    def converts(self) -> bool:
+        """Whether it converts anything; others only say why they do not."""
+        return self.about is None or not self.about.refused
 
 
 def qualified_name(cls: type) -> str:

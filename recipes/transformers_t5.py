@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flashbias_convert.about import About
 from flashbias_convert.causal import (
     attend_causal,
     attend_padded,
@@ -115,4 +116,11 @@ recipe = Recipe(
         ),
     ),
     shares=is_self_attention,
+    about=About(
+        models=(
+            "T5 and mT5: encoders, and decoders with dynamic and static caches; "
+            "cross-attention has no bias and is left alone"
+        ),
+        exact="its bias of the distance: a table of 2 N - 1 numbers a head, made once a call",
+    ),
 )

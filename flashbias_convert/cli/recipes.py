@@ -24,7 +24,7 @@ RecipeFilesOpt = Annotated[
 
 
 def recipes(recipe: RecipeFilesOpt = None, json: JsonOpt = False, debug: DebugOpt = False) -> int:
-    """List the recipes: the architectures that can be converted."""
+    """List the recipes: the architectures that are known, and which of them can be converted."""
     output = Output(as_json=json)
     from ..recipe import Registry
 
@@ -41,6 +41,7 @@ def _data(recipe: Recipe) -> dict[str, Any]:
     return {
         "name": recipe.name,
         "title": recipe.title,
+        "converts": recipe.converts,
         "library": recipe.library,
         "tested": recipe.tested,
         "installed": installed,
@@ -75,7 +76,7 @@ def _table(found: list[Recipe]) -> Any:
         mark = "" if data["installed_is_tested"] else " (not tested)"
         table.add_row(
             recipe.name,
-            recipe.title,
+            recipe.title if recipe.converts else f"{recipe.title}: not converted",
             recipe.library,
             recipe.tested,
             installed + mark,
