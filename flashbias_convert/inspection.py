@@ -231,7 +231,7 @@ def _plan_together(
 def _own_forward(module: nn.Module, recipe: Recipe) -> str | None:
     """A subclass with a forward of its own computes something that the recipe does not know."""
     for cls in original_class(module).__mro__:
-        if qualified_name(cls) in recipe.classes:
+        if recipe.knows(cls):
             return None
         if "forward" in vars(cls):
             return f"its class {cls.__name__} overrides the forward that the recipe replaces"

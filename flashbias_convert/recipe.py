@@ -2,7 +2,8 @@
 
 A recipe is what we know of one architecture, in one file. The registry is the entry-point group
 ``flashbias_convert.recipes``: qualified class name -> recipe. Walking a model imports only the
-recipes of the classes that it meets.
+recipes of the classes that it meets. A name like ``*.WindowAttention`` stands for classes of that
+name in any module, copies of one idea in many repositories: the recipe's `matches` looks at each.
 """
 
 from __future__ import annotations
@@ -160,7 +161,8 @@ class Recipe:
     Attributes:
         name: unique, like "timm_swinv2".
         title: one line for tables: model family and library.
-        classes: qualified names of the attention classes that it converts.
+        classes: qualified names of the attention classes that it converts; ``*.Name`` for classes
+            of that name in any module.
         library: name of the distribution that defines them.
         tested: version specifier that the recipe was tested with, like ">=1.0.20,<1.1".
         attention: the class whose `flashbias_forward` replaces the original forward.
@@ -173,6 +175,7 @@ class Recipe:
         observe: for biases that depend on the input: (module, arguments of its forward) -> what a
             fit needs to know of that call.
         about: what a table of supported architectures says of it.
+        matches: for ``*.Name``: whether a module of that name looks like what the recipe knows.
     """
 
     name: str
@@ -186,6 +189,11 @@ class Recipe:
     shares: Callable[[nn.Module], bool] = _always
     observe: Callable[..., Observed] | None = None
     about: About | None = None
+    matches: Callable[[nn.Module], bool] = _always
+
+    def knows(self, cls: type) -> bool:
+        """Whether `cls` itself, not a base of it, is one of the classes."""
+        return not _names(cls).isdisjoint(self.classes)
 
     @property
     def converts(self) -> bool:
@@ -196,6 +204,11 @@ class Recipe:
 def qualified_name(cls: type) -> str:
     """`module.QualName` of a class."""
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _names(cls: type) -> set[str]:
+    """Under which names a class may be registered."""
+    return {qualified_name(cls), f"*.{cls.__name__}"}
 
 
 @dataclass
@@ -218,13 +231,22 @@ class Registry:
         self._installed = {point.name: point for point in entry_points(group=GROUP)}
 
     def find(self, module: nn.Module) -> Recipe | None:
-        """The recipe for `module`'s class or its nearest base class, or None."""
+        """The recipe for `module`'s class or its nearest base class, or None.
+
+        A recipe for ``*.Name`` that matches the module is asked only where no class has one.
+        """
         for cls in type(module).__mro__:
-            name = qualified_name(cls)
-            recipe = self._explicit.get(name) or self._load(name)
+            recipe = self._named(qualified_name(cls))
             if recipe is not None:
                 return recipe
+        for cls in type(module).__mro__:
+            recipe = self._named(f"*.{cls.__name__}")
+            if recipe is not None and recipe.matches(module):
+                return recipe
         return None
+
+    def _named(self, name: str) -> Recipe | None:
+        return self._explicit.get(name) or self._load(name)
 
     def by_name(self, name: str) -> Recipe:
         """The recipe called `name`; raises UsageError if there is none."""
