@@ -133,7 +133,7 @@ class Owner:
     """A module above the attention that makes biases or masks for all of it.
 
     Attributes:
-        classes: qualified names of its classes.
+        classes: qualified names of its classes; ``*.Name`` for classes of that name anywhere.
         patch: the class whose `flashbias_forward` replaces its forward.
         when: whether a module of the classes makes something; others are left as they are.
         required: whether a site without such a module above is unsupported.
@@ -146,7 +146,7 @@ class Owner:
 
     def matches(self, module: nn.Module) -> bool:
         """Whether `module` is of one of the classes, or of a subclass, and makes something."""
-        known = any(qualified_name(cls) in self.classes for cls in type(module).__mro__)
+        known = any(not _names(cls).isdisjoint(self.classes) for cls in type(module).__mro__)
         return known and self.when(module)
 
 
