@@ -132,6 +132,37 @@ def axial_rows(*, q: Tensor, rel_h: Tensor, rel_w: Tensor, special: int = 0) -> 
     return Axial(rel_h=rows, rel_w=columns, y=y, x=x)
 
 
+def axial_rows_3d(
+    *, q: Tensor, rel_t: Tensor, rel_h: Tensor, rel_w: Tensor, special: int = 0
+) -> Axial:
+    """As `axial_rows`, for a video: frames and rows together are the first axis of the term.
+
+    That makes kT kH + kW numbers per query instead of kT kH kW.
+
+    Args:
+        q: shape (*batch, H, special + qT * qH * qW, D), not scaled.
+        rel_t: shape (qT, kT, D): for each frame of queries what belongs to each frame of keys.
+        rel_h, rel_w: shapes (qH, kH, D) and (qW, kW, D): likewise for rows and columns.
+        special: tokens in front of the video, of queries and of keys, that take no part.
+    """
+    (frames, k_frames), (height, k_height) = rel_t.shape[:2], rel_h.shape[:2]
+    width, k_width = rel_w.shape[:2]
+    grid = q[..., special:, :].unflatten(-2, (frames, height, width))
+    times = torch.einsum("...tyxd,tkd->...tyxk", grid, rel_t.to(q.dtype))
+    rows = torch.einsum("...tyxd,ykd->...tyxk", grid, rel_h.to(q.dtype))
+    columns = torch.einsum("...tyxd,xkd->...tyxk", grid, rel_w.to(q.dtype)).flatten(-4, -2)
+    first = (times.unsqueeze(-1) + rows.unsqueeze(-2)).flatten(-2).flatten(-4, -2)
+    key = torch.arange(k_frames * k_height * k_width, device=q.device)
+    y, x = key // k_width, key % k_width
+    if special:  # as in `axial_rows`
+        first, columns = (F.pad(part, (0, 1, special, 0)) for part in (first, columns))
+        y, x = (
+            F.pad(y, (special, 0), value=k_frames * k_height),
+            F.pad(x, (special, 0), value=k_width),
+        )
+    return Axial(rel_h=first, rel_w=columns, y=y, x=x)
+
+
 def product(*, q: Tensor, k: Tensor, scale: float) -> LowRank:
     """Scores of a second stream: its queries and keys are the factors (LiLT).
 
@@ -154,6 +185,7 @@ BUILDERS: dict[str, Builder] = {
     "padded_alibi": Builder(padded_alibi, replaces=(Alibi.kind,)),
     "rounded_alibi": Builder(rounded_alibi, replaces=(Alibi.kind,)),
     "axial_rows": Builder(axial_rows),
+    "axial_rows_3d": Builder(axial_rows_3d),
     "cls_window_table": Builder(cls_window_table),
     "dense": Builder(dense),
     "distance_table": Builder(distance_table),

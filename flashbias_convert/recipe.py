@@ -2,7 +2,8 @@
 
 A recipe is what we know of one architecture, in one file. The registry is the entry-point group
 ``flashbias_convert.recipes``: qualified class name -> recipe. Walking a model imports only the
-recipes of the classes that it meets.
+recipes of the classes that it meets. A name like ``*.WindowAttention`` stands for classes of that
+name in any module, copies of one idea in many repositories: the recipe's `matches` looks at each.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from .about import About
 from .errors import UsageError
 from .patched_attention import PatchedAttention
 from .patched_owner import PatchedOwner
@@ -118,7 +120,11 @@ class UnsupportedSite(Exception):
     """Raised by `Recipe.describe` for a site of its class that it cannot convert; says why."""
 
 
-class NoBias(Exception):
+class LeftAlone(Exception):
+    """Raised by `Recipe.describe` for a site that it should not convert; says why."""
+
+
+class NoBias(LeftAlone):
     """Raised by `Recipe.describe` for a site that adds no bias to its scores; says why."""
 
 
@@ -127,7 +133,7 @@ class Owner:
     """A module above the attention that makes biases or masks for all of it.
 
     Attributes:
-        classes: qualified names of its classes.
+        classes: qualified names of its classes; ``*.Name`` for classes of that name anywhere.
         patch: the class whose `flashbias_forward` replaces its forward.
         when: whether a module of the classes makes something; others are left as they are.
         required: whether a site without such a module above is unsupported.
@@ -140,7 +146,7 @@ class Owner:
 
     def matches(self, module: nn.Module) -> bool:
         """Whether `module` is of one of the classes, or of a subclass, and makes something."""
-        known = any(qualified_name(cls) in self.classes for cls in type(module).__mro__)
+        known = any(not _names(cls).isdisjoint(self.classes) for cls in type(module).__mro__)
         return known and self.when(module)
 
 
@@ -155,7 +161,8 @@ class Recipe:
     Attributes:
         name: unique, like "timm_swinv2".
         title: one line for tables: model family and library.
-        classes: qualified names of the attention classes that it converts.
+        classes: qualified names of the attention classes that it converts; ``*.Name`` for classes
+            of that name in any module.
         library: name of the distribution that defines them.
         tested: version specifier that the recipe was tested with, like ">=1.0.20,<1.1".
         attention: the class whose `flashbias_forward` replaces the original forward.
@@ -167,6 +174,8 @@ class Recipe:
             does not. Those that do not are left out of "together or not at all".
         observe: for biases that depend on the input: (module, arguments of its forward) -> what a
             fit needs to know of that call.
+        about: what a table of supported architectures says of it.
+        matches: for ``*.Name``: whether a module of that name looks like what the recipe knows.
     """
 
     name: str
@@ -179,11 +188,27 @@ class Recipe:
     owners: tuple[Owner, ...] = ()
     shares: Callable[[nn.Module], bool] = _always
     observe: Callable[..., Observed] | None = None
+    about: About | None = None
+    matches: Callable[[nn.Module], bool] = _always
+
+    def knows(self, cls: type) -> bool:
+        """Whether `cls` itself, not a base of it, is one of the classes."""
+        return not _names(cls).isdisjoint(self.classes)
+
+    @property
+    def converts(self) -> bool:
+        """Whether it converts anything; others only say why they do not."""
+        return self.about is None or not self.about.refused
 
 
 def qualified_name(cls: type) -> str:
     """`module.QualName` of a class."""
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _names(cls: type) -> set[str]:
+    """Under which names a class may be registered."""
+    return {qualified_name(cls), f"*.{cls.__name__}"}
 
 
 @dataclass
@@ -208,17 +233,24 @@ class Registry:
     def find(self, module: nn.Module) -> Recipe | None:
         """The recipe for `module`'s class or its nearest base class, or None.
 
-        A module may bring one along, as its attribute `flashbias_recipe`.
+        A module may bring one along, as its attribute `flashbias_recipe`. A recipe for ``*.Name``
+        that matches the module is asked only where no class has one.
         """
         brought = getattr(module, "flashbias_recipe", None)
         if isinstance(brought, Recipe):
             return brought
         for cls in type(module).__mro__:
-            name = qualified_name(cls)
-            recipe = self._explicit.get(name) or self._load(name)
+            recipe = self._named(qualified_name(cls))
             if recipe is not None:
                 return recipe
+        for cls in type(module).__mro__:
+            recipe = self._named(f"*.{cls.__name__}")
+            if recipe is not None and recipe.matches(module):
+                return recipe
         return None
+
+    def _named(self, name: str) -> Recipe | None:
+        return self._explicit.get(name) or self._load(name)
 
     def by_name(self, name: str) -> Recipe:
         """The recipe called `name`; raises UsageError if there is none."""

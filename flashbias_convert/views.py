@@ -11,7 +11,7 @@ from .decompose import cumulative_energy, row_center, spectrum
 from .errors import FlashBiasError
 from .inspection import leave_no_trace, owner_of
 from .plan import Plan, SitePlan
-from .recipe import Description, NoBias, Recipe, Registry, Site, UnsupportedSite
+from .recipe import Description, LeftAlone, Recipe, Registry, Site, UnsupportedSite
 from .terms import ScoreBias
 
 #: entries (H * N * M) of the largest bias that is looked at
@@ -75,7 +75,7 @@ def _view(model: nn.Module, site: SitePlan, registry: Registry, tokens: int | No
     try:
         owner = owner_of(model, site.name, recipe)
         description = recipe.describe(Site(site.name, module, model, tokens, owner))
-    except NoBias as error:
+    except LeftAlone as error:
         return SiteView(site, note=str(error))
     except (UnsupportedSite, FlashBiasError, RuntimeError, ValueError) as error:
         return SiteView(site, note=f"its bias cannot be computed: {error}")

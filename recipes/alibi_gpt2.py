@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flashbias_convert.about import About
 from flashbias_convert.causal import (
     attend_causal,
     is_key_table,
@@ -128,4 +129,9 @@ recipe = Recipe(
     attention=FusedAttention,
     describe=describe,
     owners=(Owner((f"{_MODULE}.AlibiGPT2Model",), LeanModel),),
+    about=About(
+        models="GPT-2 with ALiBi, `flashbias_convert.models.alibi_gpt2`",
+        exact="ALiBi",
+        tested="transformers 5.17 to 5.24",
+    ),
 )

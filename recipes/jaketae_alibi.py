@@ -6,6 +6,7 @@ from collections.abc import Hashable
 
 from torch import Tensor, nn
 
+from flashbias_convert.about import About
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.recipe import Description, Recipe, Site
 from flashbias_convert.terms import Alibi
@@ -54,4 +55,9 @@ recipe = Recipe(
     tested=">=0",
     attention=ALiBiMultiHeadAttention,
     describe=describe,
+    about=About(
+        models="the class of github.com/jaketae/alibi",
+        exact="ALiBi, causal or not",
+        tested="a class of the same interface",
+    ),
 )

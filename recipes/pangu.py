@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flashbias_convert.about import About
 from flashbias_convert.masks import attend_windows, planned_mask
 from flashbias_convert.models.pangu import earth_position_index
 from flashbias_convert.patched_attention import PatchedAttention
@@ -110,4 +111,14 @@ recipe = Recipe(
     tested=">=0.1,<1",
     attention=PanguEarthAttention,
     describe=describe,
+    about=About(
+        models=(
+            "Pangu-Weather, any grid: `flashbias_convert.models.pangu`, and the class of "
+            "pangu-pytorch"
+        ),
+        exact="shift mask; with `--method exact` the earth-specific bias, too",
+        truncated="earth-specific bias, with `svd`; `auto` keeps it exact",
+        n="window: 144",
+        tested="torch 2.11 to 2.14",
+    ),
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flashbias_convert.about import About
 from flashbias_convert.decompose import check_index
 from flashbias_convert.masks import attend_windows, planned_mask
 from flashbias_convert.patched_attention import PatchedAttention
@@ -81,4 +82,13 @@ recipe = Recipe(
     tested=">=1.3,<2.3",
     attention=PhysicsNeMoEarthAttention,
     describe=describe,
+    about=About(
+        models="Pangu and FengWu attention of NVIDIA PhysicsNeMo, 3-D and 2-D",
+        exact="shift mask; with `--method exact` the earth-specific bias, too",
+        truncated="earth-specific bias, with `svd`; `auto` keeps it exact",
+        n="window: 144, 72",
+        tested=(
+            "attention classes of physicsnemo 1.3 and 2.2, their dependencies replaced by stand-ins"
+        ),
+    ),
 )

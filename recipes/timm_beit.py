@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flashbias_convert.about import About
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.patched_owner import PatchedOwner
 from flashbias_convert.recipe import Description, NoBias, Owner, Recipe, Site
@@ -118,5 +119,11 @@ recipe = Recipe(
             when=lambda model: model.rel_pos_bias is not None,
             required=False,
         ),
+    ),
+    about=About(
+        models="BEiT and BEiT v2, with a bias per block, shared by all blocks, or both",
+        exact="a shared bias; with `--method exact` that of a block, too, with its class token",
+        truncated="bias of a block",
+        n="197 to 1025",
     ),
 )

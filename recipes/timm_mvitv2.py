@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flashbias_convert.about import About
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.recipe import Description, NoBias, Recipe, Site
 
@@ -90,4 +91,9 @@ recipe = Recipe(
     tested=">=1.0.31,<1.1",
     attention=MultiScaleAttention,
     describe=describe,
+    about=About(
+        models="MViTv2, with and without a class token",
+        exact="rows and columns of relative positions, made of the queries of each call",
+        n="3136 x 196 to 49 x 49",
+    ),
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flashbias_convert.about import About
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.recipe import Description, NoBias, Recipe, Site, UnsupportedSite
 from flashbias_convert.tables import (
@@ -98,4 +99,13 @@ recipe = Recipe(
     tested=">=1.0.31,<1.1",
     attention=RelPosAttention,
     describe=describe,
+    about=About(
+        models=(
+            "CoAtNet, MaxViT and vit_relpos: tables, MLPs, TensorFlow's tables; not one bias "
+            "for all blocks"
+        ),
+        exact="with `--method exact` the position bias",
+        truncated="position bias",
+        n="49 to 576",
+    ),
 )

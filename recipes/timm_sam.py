@@ -6,6 +6,7 @@ from collections.abc import Hashable
 
 from torch import Tensor, nn
 
+from flashbias_convert.about import About
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.recipe import Description, NoBias, Recipe, Site
 
@@ -64,4 +65,9 @@ recipe = Recipe(
     tested=">=1.0.31,<1.1",
     attention=SamAttention,
     describe=describe,
+    about=About(
+        models="SAM's image encoder",
+        exact="rows and columns of relative positions, made of the queries of each call",
+        n="196 and 4096",
+    ),
 )

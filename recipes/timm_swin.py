@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flashbias_convert.about import About
 from flashbias_convert.masks import attend_windows, planned_mask
 from flashbias_convert.recipe import Description, Recipe, Site
 from flashbias_convert.tables import require_index
@@ -69,4 +70,10 @@ recipe = Recipe(
     tested=">=1.0.31,<1.1",
     attention=SwinWindowAttention,
     describe=describe,
+    about=About(
+        models="Swin Transformer, any window and image size",
+        exact="shift mask; with `--method exact` the position bias, too",
+        truncated="position bias",
+        n="window: 49 to 196",
+    ),
 )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flashbias_convert.about import About
 from flashbias_convert.masks import attend_windows, planned_mask
 from flashbias_convert.recipe import Description, Recipe, Site
 from flashbias_convert.tables import (
@@ -114,4 +115,13 @@ recipe = Recipe(
     tested=">=1.0.23,<1.1",
     attention=SwinV2WindowAttention,
     describe=describe,
+    about=About(
+        models="Swin Transformer V2, any window and image size; Microsoft's `.pth` files",
+        exact=(
+            "shift mask, cosine attention, logit scales; with `--method exact` the position "
+            "bias, too"
+        ),
+        truncated="position bias",
+        n="window: 64 to 576",
+    ),
 )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flashbias_convert.about import About
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.recipe import Description, Recipe, Site
 from flashbias_convert.tables import require_index
@@ -64,4 +65,10 @@ recipe = Recipe(
     tested=">=1.0.31,<1.1",
     attention=TinyVitAttention,
     describe=describe,
+    about=About(
+        models="TinyViT",
+        exact="with `--method exact` the position bias",
+        truncated="position bias",
+        n="window: 49 to 1024",
+    ),
 )

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flashbias_convert.about import About
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.recipe import Description, Recipe, Site
 from flashbias_convert.tables import continuous_bias, cosine_scale, require_plain_layers
@@ -124,4 +125,10 @@ recipe = Recipe(
     tested=">=0.29,<0.30",
     attention=ShiftedWindowAttention,
     describe=describe,
+    about=About(
+        models="Swin, Swin V2 and Video Swin, any input size",
+        exact="shift mask; with `--method exact` the position bias, too",
+        truncated="position bias",
+        n="window: 49, 64, 392",
+    ),
 )

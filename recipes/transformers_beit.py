@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flashbias_convert.about import About
 from flashbias_convert.builders import cls_window_table
 from flashbias_convert.causal_owner import bound_arguments
 from flashbias_convert.fallback import say_original, wants_weights
@@ -158,5 +159,14 @@ recipe = Recipe(
             when=lambda model: model.shared_position_bias is not None,
             required=False,
         ),
+    ),
+    about=About(
+        models="BEiT, alone and as the backbone of DPT",
+        exact=(
+            "a shared bias, and every bias at another size than the config's; with `--method "
+            "exact` all"
+        ),
+        truncated="bias of a layer at the config's size",
+        n="197 to 1025",
     ),
 )

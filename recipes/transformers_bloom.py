@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flashbias_convert.about import About
 from flashbias_convert.causal import attend_causal, is_key_table, query_start
 from flashbias_convert.causal_owner import CausalOwner
 from flashbias_convert.patched_attention import PatchedAttention
@@ -98,4 +99,8 @@ recipe = Recipe(
     attention=BloomAttention,
     describe=describe,
     owners=(Owner((f"{_MODULE}.BloomModel",), BloomModel),),
+    about=About(
+        models="BLOOM, with padding, dynamic and static caches",
+        exact="ALiBi; integers instead of a vector rounded to the model's dtype",
+    ),
 )

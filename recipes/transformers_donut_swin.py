@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flashbias_convert.about import About
 from flashbias_convert.fallback import say_original
 from flashbias_convert.masks import attend_windows, planned_mask
 from flashbias_convert.patched_attention import PatchedAttention
@@ -94,4 +95,10 @@ recipe = Recipe(
     attention=SwinSelfAttention,
     describe=describe,
     owners=(Owner(_classes("Layer"), ShiftedLayer, when=is_shifted, required=False),),
+    about=About(
+        models="Swin in Donut, MaskFormer and CLAP",
+        exact="shift mask; with `--method exact` the position bias, too",
+        truncated="position bias",
+        n="window: 49 to 144",
+    ),
 )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flashbias_convert.about import About
 from flashbias_convert.causal import attend_causal, is_key_table, query_start
 from flashbias_convert.causal_owner import CausalOwner, PaddingMaskInGenerate
 from flashbias_convert.patched_attention import PatchedAttention
@@ -116,5 +117,9 @@ recipe = Recipe(
     owners=(
         Owner((f"{_MODULE}.FalconModel",), FalconModel),
         Owner((f"{_MODULE}.FalconForCausalLM",), PaddingMaskInGenerate),
+    ),
+    about=About(
+        models="Falcon with ALiBi (falcon-rw); static caches, too, which the original refuses",
+        exact="the model's own rounding of its bias to bfloat16",
     ),
 )

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flashbias_convert.about import About
 from flashbias_convert.causal_owner import bound_arguments
 from flashbias_convert.fallback import NO_PADDING_MASK, WEIGHTS, say_original, wants_weights
 from flashbias_convert.patched_attention import PatchedAttention
@@ -96,4 +97,9 @@ recipe = Recipe(
     attention=LayoutLMv3SelfAttention,
     describe=describe,
     owners=(Owner((f"{_MODULE}.LayoutLMv3Model",), LayoutLMv3Model),),
+    about=About(
+        models="LayoutLMv3, with and without an image",
+        exact="a dense term that the model makes once a batch",
+        n="up to 709",
+    ),
 )

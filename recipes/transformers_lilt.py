@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flashbias_convert.about import About
 from flashbias_convert.causal import attend_padded, is_key_table
 from flashbias_convert.causal_owner import KeyTableOwner
 from flashbias_convert.patched_attention import PatchedAttention
@@ -83,4 +84,9 @@ recipe = Recipe(
     attention=LiltSelfAttention,
     describe=describe,
     owners=(Owner((f"{_MODULE}.LiltModel",), KeyTableOwner),),
+    about=About(
+        models="LiLT",
+        exact="the scores of its layout: factors of each call",
+        n="up to 512",
+    ),
 )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flashbias_convert.about import About
 from flashbias_convert.causal import attend_padded, is_key_table
 from flashbias_convert.causal_owner import KeyTableOwner, bound_arguments
 from flashbias_convert.patched_attention import PatchedAttention
@@ -94,5 +95,10 @@ recipe = Recipe(
     owners=(
         Owner((f"{_MODULE}.MPNetEncoder",), MPNetEncoder),
         Owner((f"{_MODULE}.MPNetModel",), KeyTableOwner),
+    ),
+    about=About(
+        models="MPNet, all-mpnet-base-v2 included; padding",
+        exact="its bias of the distance: a table of 2 N - 1 numbers a head, made once a call",
+        n="up to 512",
     ),
 )

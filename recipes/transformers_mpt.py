@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flashbias_convert.about import About
 from flashbias_convert.causal import attend_causal, query_start
 from flashbias_convert.causal_owner import CausalOwner, PaddingMaskInGenerate
 from flashbias_convert.patched_attention import PatchedAttention
@@ -95,5 +96,9 @@ recipe = Recipe(
     owners=(
         Owner((f"{_MODULE}.MptModel",), MptModel),
         Owner((f"{_MODULE}.MptForCausalLM",), PaddingMaskInGenerate),
+    ),
+    about=About(
+        models="MPT; longer than its table of positions, too",
+        exact="ALiBi",
     ),
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flashbias_convert.about import About
 from flashbias_convert.fallback import WEIGHTS, say_original, weights_are_recorded
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.recipe import Description, NoBias, Recipe, Site
@@ -89,4 +90,12 @@ recipe = Recipe(
     tested=">=5.24,<5.25",
     attention=SamVisionAttention,
     describe=describe,
+    about=About(
+        models=(
+            "SAM, SAM-HQ, SegGPT, the encoders of GOT-OCR2, DeepSeek-OCR2, PP-FormulaNet, "
+            "SLANeXt, Unlimited-OCR; any map"
+        ),
+        exact="rows and columns of relative positions, made of the queries of each call",
+        n="196 and 4096",
+    ),
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flashbias_convert.about import About
 from flashbias_convert.fallback import say_original, wants_weights
 from flashbias_convert.masks import attend_windows, planned_mask
 from flashbias_convert.patched_attention import PatchedAttention
@@ -82,4 +83,10 @@ recipe = Recipe(
     attention=SwinAttention,
     describe=describe,
     owners=(Owner((f"{_MODULE}.SwinLayer",), ShiftedLayer, when=is_shifted, required=False),),
+    about=About(
+        models="Swin Transformer, alone and as a backbone",
+        exact="shift mask; with `--method exact` the position bias, too",
+        truncated="position bias",
+        n="window: 49, 144",
+    ),
 )

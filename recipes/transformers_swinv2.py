@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flashbias_convert.about import About
 from flashbias_convert.fallback import say_original
 from flashbias_convert.masks import attend_windows, planned_mask
 from flashbias_convert.patched_attention import PatchedAttention
@@ -116,4 +117,10 @@ recipe = Recipe(
     attention=Swinv2SelfAttention,
     describe=describe,
     owners=(Owner(_LAYERS, ShiftedLayer, when=is_shifted, required=False),),
+    about=About(
+        models="Swin Transformer V2 and Swin2SR, which add the shift mask twice",
+        exact="shift mask, cosine attention; with `--method exact` the position bias, too",
+        truncated="position bias",
+        n="window: 64 to 576",
+    ),
 )

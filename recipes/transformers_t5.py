@@ -1,4 +1,6 @@
-"""T5 and mT5 of transformers: layer 0 makes a bias of the distance for all layers.
+"""T5 and its copies in transformers: layer 0 makes a bias of the distance for all layers.
+
+Those are mT5, Pop2Piano and the decoder of LongT5.
 
 transformers lets attention functions be registered that take a `position_bias`. Replacing the
 module's class is the sturdier way. At that interface the bias is a dense (1, H, N, M) tensor
@@ -14,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flashbias_convert.about import About
 from flashbias_convert.causal import (
     attend_causal,
     attend_padded,
@@ -97,22 +100,42 @@ def describe(site: Site) -> Description:
     return Description(None, heads, n, n, size, builders=("distance_table",))
 
 
-_PREFIXES = ("transformers.models.t5.modeling_t5.T5", "transformers.models.mt5.modeling_mt5.MT5")
+_PREFIXES = tuple(
+    f"transformers.models.{name}.modeling_{name}.{prefix}"
+    for name, prefix in (
+        ("t5", "T5"), ("mt5", "MT5"), ("pop2piano", "Pop2Piano"), ("longt5", "LongT5")
+    )
+)  # fmt: skip
+
+
+def makes_key_tables(stack: Any) -> bool:
+    """Not the encoder of LongT5, which cuts its text into blocks and has a recipe of its own."""
+    return bool(stack.is_decoder or not hasattr(stack, "local_radius"))
+
 
 recipe = Recipe(
     name="transformers_t5",
-    title="T5 and mT5 (transformers)",
+    title="T5, mT5, Pop2Piano, decoder of LongT5 (transformers)",
     classes=tuple(f"{prefix}Attention" for prefix in _PREFIXES),
     library="transformers",
     tested=">=5.24,<5.25",
     attention=T5Attention,
     describe=describe,
     owners=(
-        Owner(tuple(f"{prefix}Stack" for prefix in _PREFIXES), KeyTableOwner),
+        Owner(
+            tuple(f"{prefix}Stack" for prefix in _PREFIXES), KeyTableOwner, when=makes_key_tables
+        ),
         Owner(
             tuple(f"{prefix}ForConditionalGeneration" for prefix in _PREFIXES),
             PaddingMaskInGenerate,
         ),
     ),
     shares=is_self_attention,
+    about=About(
+        models=(
+            "T5, mT5, Pop2Piano: encoders, and decoders with dynamic and static caches; the "
+            "decoder of LongT5; cross-attention has no bias and is left alone"
+        ),
+        exact="its bias of the distance: a table of 2 N - 1 numbers a head, made once a call",
+    ),
 )

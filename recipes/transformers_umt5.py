@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from flashbias_convert.about import About
 from flashbias_convert.causal import is_key_table
 from flashbias_convert.causal_owner import KeyTableOwner, PaddingMaskInGenerate
 from flashbias_convert.recipe import Owner, Recipe
@@ -47,4 +48,8 @@ recipe = Recipe(
         Owner((f"{_MODULE}.UMT5ForConditionalGeneration",), PaddingMaskInGenerate),
     ),
     shares=is_self_attention,
+    about=About(
+        models="UMT5, as T5",
+        exact="its bias of the distance, which each layer makes once a call",
+    ),
 )

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 
 from torch import Tensor
 
+from flashbias_convert.about import About
 from flashbias_convert.fallback import WEIGHTS, say_original
 from flashbias_convert.recipe import Recipe
 
@@ -44,4 +45,9 @@ recipe = Recipe(
     tested=">=5.24,<5.25",
     attention=VitDetAttention,
     describe=describe,
+    about=About(
+        models="ViTDet; any map",
+        exact="rows and columns of relative positions, made of the queries of each call",
+        n="196 and 4096",
+    ),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -39,6 +40,19 @@ def test_an_explicit_recipe_comes_before_an_installed_one() -> None:
     assert Registry([mine]).find(fake()) is mine
     installed = Registry().find(fake())
     assert installed is not None and installed.name == "timm_swinv2"
+
+
+def test_a_name_in_any_module_is_found_where_it_matches() -> None:
+    """After recipes for the class itself, and after those for its bases."""
+    wild = make_recipe(name="wild", classes=("*.Derived", "*.BiasedAttention"))
+    fits = replace(wild, matches=lambda module: hasattr(module, "here"))
+    module = Derived()
+    assert Registry([wild]).find(module) is wild and Registry([fits]).find(module) is None
+    module.here = True  # type: ignore[assignment]
+    assert Registry([fits]).find(module) is fits
+    assert Registry([fits, TOY]).find(module) is TOY
+    assert wild.knows(Derived) and TOY.knows(BiasedAttention)
+    assert not TOY.knows(Derived) and not wild.knows(nn.Linear)
 
 
 def test_by_name_names_the_known_recipes_when_it_fails() -> None:

@@ -24,7 +24,7 @@ RecipeFilesOpt = Annotated[
 
 
 def recipes(recipe: RecipeFilesOpt = None, json: JsonOpt = False, debug: DebugOpt = False) -> int:
-    """List the recipes: the architectures that can be converted."""
+    """List the recipes: the architectures that are known, and which of them can be converted."""
     output = Output(as_json=json)
     from ..recipe import Registry
 
@@ -41,6 +41,7 @@ def _data(recipe: Recipe) -> dict[str, Any]:
     return {
         "name": recipe.name,
         "title": recipe.title,
+        "converts": recipe.converts,
         "library": recipe.library,
         "tested": recipe.tested,
         "installed": installed,
@@ -63,22 +64,21 @@ def _is_tested(tested: str, installed: str | None) -> bool:
 
 
 def _table(found: list[Recipe]) -> Any:
+    """Without the classes, which make it too wide; `--json` has them."""
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for title in ("name", "title", "library", "tested", "installed", "classes"):
-        table.add_column(title, overflow="fold", no_wrap=title in ("name", "library", "installed"))
+    for title in ("name", "converts", "title", "tested with", "installed"):
+        table.add_column(title, overflow="fold", no_wrap=title in ("name", "converts"))
     for recipe in found:
         data = _data(recipe)
-        installed = data["installed"] or "no"
         mark = "" if data["installed_is_tested"] else " (not tested)"
         table.add_row(
             recipe.name,
+            "yes" if recipe.converts else "no",
             recipe.title,
-            recipe.library,
-            recipe.tested,
-            installed + mark,
-            "\n".join(recipe.classes),
+            f"{recipe.library} {recipe.tested}",
+            (data["installed"] or "no") + mark,
         )
     return table

@@ -13,7 +13,7 @@ from ..errors import FlashBiasError, UsageError
 from ..modules import with_builders
 from ..options import DecomposeOptions
 from ..plan import SitePlan
-from ..recipe import Description, NoBias, Recipe, Site, UnsupportedSite, qualified_name
+from ..recipe import Description, LeftAlone, Recipe, Site, UnsupportedSite
 from ..swap import original_class, owner_refusal, refusal
 from ..terms import ScoreBias
 from .cautions import cautions
@@ -49,7 +49,7 @@ def plan_site(match: Match, options: DecomposeOptions, against: str | None) -> S
         description = recipe.describe(site)
         plan = _with_sizes(plan, description)
         return _decide(plan, description, options)
-    except NoBias as error:
+    except LeftAlone as error:
         return replace(plan, reason=str(error))
     except UnsupportedSite as error:
         return replace(plan, status="unsupported", reason=str(error))
@@ -65,7 +65,7 @@ def plan_site(match: Match, options: DecomposeOptions, against: str | None) -> S
 def _own_forward(module: nn.Module, recipe: Recipe) -> str | None:
     """A subclass with a forward of its own computes something that the recipe does not know."""
     for cls in original_class(module).__mro__:
-        if qualified_name(cls) in recipe.classes:
+        if recipe.knows(cls):
             return None
         if "forward" in vars(cls):
             return f"its class {cls.__name__} overrides the forward that the recipe replaces"

@@ -127,7 +127,7 @@ def _site(
         attention_errors=None if found.fit is None else found.fit.attention_errors,
         dense_bytes=cells * (0 if found.bias is None else found.bias.element_size()),
         term_bytes=found.term_bytes,
-        recipe=None if recipe is None else recipe.name,
+        recipe=recipe.name if recipe is not None and recipe.converts else None,
         calls=max(1, runs[0].starts.get(site, 1)),
         bias=found.bias,
         terms=found.terms,

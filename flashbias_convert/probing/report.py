@@ -60,7 +60,7 @@ class SiteProbe:
         attention_errors: per head, what the softmax loses with these ranks, in [0, 1].
         dense_bytes: the bias of one call, written out.
         term_bytes: the terms for the same call.
-        recipe: name of the recipe for this class, if there is one.
+        recipe: name of the recipe that converts this class, if there is one.
         calls: how often the module ran in one forward pass of the model.
         notes: what a user should know, one sentence each.
         bias: shape (b, H, N, M), without masks, in the model's dtype; of the first input where it

@@ -1,0 +1,159 @@
+"""MosaicBERT and networks with its code (DNABERT-2): ALiBi in both directions, without padding.
+
+The code comes with a checkpoint, under a module name of its own. Modules are known by their parts,
+and tried out once before they are trusted.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flashbias_convert.about import About
+from flashbias_convert.patched_attention import PatchedAttention
+from flashbias_convert.patched_owner import PatchedOwner
+from flashbias_convert.recipe import Description, Owner, Recipe, Site, UnsupportedSite
+from flashbias_convert.terms import Alibi
+
+
+class UnpaddedSelfAttention(PatchedAttention):
+    """`BertUnpadSelfAttention`: tokens of all sequences in one row, and where they belong."""
+
+    bypassed = ("dropout",)
+
+    num_attention_heads: int
+    attention_head_size: int
+    Wqkv: nn.Linear
+
+    def bias_sources(self) -> tuple[Tensor | Hashable, ...]:
+        return (self.num_attention_heads,)  # slopes follow from it
+
+    def flashbias_forward(
+        self,
+        hidden_states: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen_in_batch: int,
+        indices: Tensor,
+        attn_mask: Tensor,
+        bias: Tensor,
+    ) -> Tensor:
+        n = max_seqlen_in_batch
+        if tuple(bias.shape[-3:-1]) != (1, 1):  # not from a patched encoder
+            given = (hidden_states, cu_seqlens, n, indices, attn_mask, bias)
+            original: Tensor = self.original_forward(*given)
+            return original
+        qkv = self.Wqkv(hidden_states)  # (tokens, 3 H D)
+        padded = qkv.new_zeros(len(attn_mask) * n, qkv.shape[-1])
+        padded = padded.index_copy(0, indices, qkv)
+        heads = padded.view(len(attn_mask), n, 3, self.num_attention_heads, -1)
+        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)  # views, (B, H, N, D)
+        scale = self.attention_head_size**-0.5
+        out = self.score_bias(q, k, v, key_mask=attn_mask.bool(), scale=scale)
+        return out.transpose(1, 2).flatten(2).flatten(0, 1)[indices]
+
+
+class MosaicEncoder(PatchedOwner):
+    """`BertEncoder`, which cuts a matrix (1, H, N, N) from a larger one and adds the padding."""
+
+    def flashbias_forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self.lean():
+            return self.original_forward(*args, **kwargs)
+
+    @property
+    def alibi(self) -> Tensor:
+        """The matrix; while lean a zero, to which the padding is added."""
+        made: Tensor = self.__dict__["alibi"]
+        return made.new_zeros(1, 1, 1, 1) if self.is_lean else made
+
+    @alibi.setter
+    def alibi(self, value: Tensor) -> None:
+        self.__dict__["alibi"] = value
+
+    @property
+    def _current_alibi_size(self) -> int:
+        """The matrix is never too small while nobody needs it."""
+        return sys.maxsize if self.is_lean else self.__dict__["_current_alibi_size"]
+
+    @_current_alibi_size.setter
+    def _current_alibi_size(self, value: int) -> None:
+        self.__dict__["_current_alibi_size"] = value
+
+
+def has_alibi(encoder: Any) -> bool:
+    """Not every `BertEncoder`."""
+    return isinstance(vars(encoder).get("alibi"), Tensor) and hasattr(
+        encoder, "rebuild_alibi_tensor"
+    )
+
+
+def looks_like_it(module: Any) -> bool:
+    """Whether a module has the parts."""
+    names = ("num_attention_heads", "attention_head_size", "p_dropout", "dropout")
+    return isinstance(getattr(module, "Wqkv", None), nn.Linear) and all(
+        hasattr(module, name) for name in names
+    )
+
+
+def describe(site: Site) -> Description:
+    """Slopes by the encoder's own matrix, after a trial whether the module adds that."""
+    module: Any = site.module
+    owner: Any = site.owner
+    made = vars(owner)["alibi"]
+    if made.is_meta or made.shape[-1] < 2:
+        raise UnsupportedSite("its encoder has not made its ALiBi; call rebuild_alibi_tensor")
+    slopes = -made[0, :, 0, 1].float()
+    term = Alibi(slopes=slopes, symmetric=True)
+    size = min(made.shape[-1], 128)
+    right = term.dense(size, size)
+    if not torch.allclose(made[0, :, :size, :size].float(), right, rtol=2**-7):
+        raise UnsupportedSite("its encoder's ALiBi is not minus a slope times the distance")
+    _try_out(module)
+    heads, n = module.num_attention_heads, site.tokens or 512
+    return Description(None, heads, n, n, module.attention_head_size, exact_terms=(term,))
+
+
+def _try_out(module: Any) -> None:
+    """Raise UnsupportedSite unless the forward is attention with a bias that it is handed."""
+    twin: Any = copy.deepcopy(module).double().cpu().eval()
+    twin.p_dropout = 0.5  # the code without a kernel of its own; nothing is dropped in eval mode
+    generator, n = torch.Generator().manual_seed(0), 5
+    seen = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    indices = seen.flatten().nonzero().flatten()
+    heads, width = twin.num_attention_heads, twin.Wqkv.in_features
+    x = torch.randn(len(indices), width, generator=generator, dtype=torch.float64)
+    bias = torch.randn(2, heads, n, n, generator=generator, dtype=torch.float64)
+    bias = bias + (seen - 1)[:, None, None, :] * 10000.0
+    padded = torch.zeros(2 * n, 3 * width, dtype=torch.float64).index_copy(0, indices, twin.Wqkv(x))
+    q, k, v = padded.view(2, n, 3, heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+    scores = q @ k.mT * twin.attention_head_size**-0.5 + bias
+    right = (scores.softmax(-1) @ v).transpose(1, 2).reshape(2 * n, -1)[indices]
+    try:
+        found = twin(x, torch.tensor([0, 5, 8], dtype=torch.int32), n, indices, seen, bias)
+    except Exception as error:
+        reason = f"its forward cannot be tried out: {type(error).__name__}: {error}"
+        raise UnsupportedSite(reason) from error
+    if not isinstance(found, Tensor) or not torch.allclose(found, right, rtol=1e-6, atol=1e-8):
+        raise UnsupportedSite("it has the parts of MosaicBERT, but computes something else")
+
+
+recipe = Recipe(
+    name="mosaic_bert",
+    title="MosaicBERT, DNABERT-2 (remote code)",
+    classes=("*.BertUnpadSelfAttention",),
+    library="torch",
+    tested=">=2.11,<2.15",
+    attention=UnpaddedSelfAttention,
+    describe=describe,
+    owners=(Owner(("*.BertEncoder",), MosaicEncoder, when=has_alibi),),
+    matches=looks_like_it,
+    about=About(
+        models="MosaicBERT and networks with its code, which are tried out first",
+        exact="ALiBi in both directions, padding",
+        tested="classes of the same interface",
+    ),
+)

@@ -1,0 +1,122 @@
+"""Attention that is not converted is listed with the reason, and stays as it is."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flashbias_convert import inspect_model, patch_model
+
+timm = pytest.importorskip("timm")
+transformers = pytest.importorskip("transformers")
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 19, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 16, "max_position_embeddings": 16,
+}  # fmt: skip
+
+
+def cait() -> nn.Module:
+    from timm.models.cait import Cait
+
+    model: nn.Module = Cait(img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2)
+    return model
+
+
+def levit() -> nn.Module:
+    from timm.models.levit import Levit
+
+    model: nn.Module = Levit(
+        img_size=32, embed_dim=(16, 32), key_dim=8, depth=(1, 1), num_heads=(2, 4), num_classes=3
+    )
+    return model
+
+
+def deberta(version: str) -> nn.Module:
+    positions = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+    config = getattr(transformers, f"Deberta{version}Config")(**SMALL, **positions)
+    model: nn.Module = getattr(transformers, f"Deberta{version}Model")(config)
+    return model
+
+
+def xlnet() -> nn.Module:
+    config = transformers.XLNetConfig(vocab_size=19, d_model=16, n_layer=2, n_head=2, d_inner=16)
+    model: nn.Module = transformers.XLNetModel(config)
+    return model
+
+
+def conformer(positions: str) -> nn.Module:
+    config = transformers.Wav2Vec2BertConfig(
+        **{k: v for k, v in SMALL.items() if k != "vocab_size"},
+        position_embeddings_type=positions, feature_projection_input_dim=8,
+    )  # fmt: skip
+    model: nn.Module = transformers.Wav2Vec2BertModel(config)
+    return model
+
+
+def speech_t5() -> nn.Module:
+    from transformers.models.speecht5.modeling_speecht5 import SpeechT5DecoderLayer as Decoder
+    from transformers.models.speecht5.modeling_speecht5 import SpeechT5EncoderLayer as Encoder
+
+    config = transformers.SpeechT5Config(
+        hidden_size=16, encoder_ffn_dim=16, decoder_ffn_dim=16,
+        encoder_attention_heads=2, decoder_attention_heads=2,
+    )  # fmt: skip
+    return nn.ModuleList([Encoder(config), Decoder(config)])
+
+
+CASES: dict[str, tuple[Any, dict[str, int], str]] = {
+    "CaiT": (cait, {"unsupported": 2}, "mixes its heads"),
+    "LeViT": (levit, {"left alone": 3}, "nothing to save"),
+    "DeBERTa": (lambda: deberta(""), {"unsupported": 2}, "full rank"),
+    "DeBERTa V2": (lambda: deberta("V2"), {"unsupported": 2}, "full rank"),
+    "XLNet": (xlnet, {"unsupported": 2}, "relative shift"),
+    "Conformer": (lambda: conformer("relative_key"), {"unsupported": 2}, "relative shift"),
+    "rotary Conformer": (lambda: conformer("rotary"), {"left alone": 2}, "no relative positions"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sites_are_listed_with_the_reason(name: str) -> None:
+    make, counts, reason = CASES[name]
+    model = make()
+    before = [type(module) for module in model.modules()]
+    plan = patch_model(model, force_all=True)
+    assert plan.counts() == counts
+    assert all(reason in site.reason for site in plan.sites)
+    assert [type(module) for module in model.modules()] == before
+
+
+def test_decoders_of_speech_t5_have_no_positions() -> None:
+    status = {site.name: site.status for site in inspect_model(speech_t5()).sites}
+    assert status == {
+        "0.attention": "unsupported", "1.self_attn": "left alone", "1.encoder_attn": "left alone"
+    }  # fmt: skip
+
+
+def test_convit_mixes_two_softmaxes() -> None:
+    from timm.models.convit import GPSA
+
+    (site,) = inspect_model(GPSA(16, num_heads=2)).sites
+    assert site.status == "unsupported" and "softmax" in site.reason
+
+
+def test_a_model_with_both_is_converted_as_far_as_it_goes() -> None:
+    """EfficientFormer's attention stays as it is beside a Swin that is converted."""
+    from timm.models.efficientformer import Attention
+    from timm.models.swin_transformer import WindowAttention
+
+    model = nn.ModuleDict(
+        {"small": Attention(16, 8, 2, resolution=3), "swin": WindowAttention(16, 2, window_size=4)}
+    ).eval()
+    x, plain = torch.randn(2, 9, 16), copy.deepcopy(model["small"])
+    plan = patch_model(model, force_all=True, backend="sdpa")
+    assert {site.name: site.status for site in plan.sites} == {
+        "small": "left alone", "swin": "patched"
+    }  # fmt: skip
+    with torch.no_grad():
+        assert torch.equal(model["small"](x), plain(x))

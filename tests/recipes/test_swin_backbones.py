@@ -1,0 +1,116 @@
+"""Swin as the backbone of other models of transformers: found, and converted with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashbias_convert import inspect_model, patch_model
+from tests.recipes.parity import original, randomise
+from tests.support import assert_parity
+
+transformers = pytest.importorskip("transformers")
+
+
+def swin() -> Any:
+    """Windows of 4 on maps of 16, 8, 4 and 2 with an image of 32."""
+    return transformers.SwinConfig(
+        image_size=64, patch_size=2, embed_dim=8, depths=[2, 1, 1], num_heads=[1, 2, 2],
+        window_size=4, out_features=["stage1", "stage2", "stage3"], drop_path_rate=0.0,
+    )  # fmt: skip
+
+
+def upernet() -> Any:
+    config = transformers.UperNetConfig(
+        backbone_config=swin(), hidden_size=8, num_labels=3, auxiliary_channels=4,
+        auxiliary_in_channels=32, pool_scales=[1, 2],
+    )  # fmt: skip
+    return transformers.UperNetForSemanticSegmentation(config)
+
+
+def mask2former() -> Any:
+    config = transformers.Mask2FormerConfig(
+        backbone_config=transformers.SwinConfig(
+            image_size=64, patch_size=2, embed_dim=8, depths=[2, 1, 1, 1], num_heads=[1, 2, 2, 2],
+            window_size=4, out_features=["stage1", "stage2", "stage3", "stage4"],
+        ),
+        feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=8,
+        encoder_layers=1, decoder_layers=2, num_attention_heads=2, dim_feedforward=8,
+        num_queries=3,
+    )  # fmt: skip
+    return transformers.Mask2FormerModel(config)
+
+
+def grounding_dino() -> Any:
+    config = transformers.GroundingDinoConfig(
+        backbone_config=swin(), d_model=32, encoder_layers=1, decoder_layers=1,
+        encoder_ffn_dim=8, decoder_ffn_dim=8, encoder_attention_heads=2, decoder_attention_heads=2,
+        num_queries=3, num_feature_levels=3,
+        text_config={
+            "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "intermediate_size": 8, "vocab_size": 99,
+        },
+    )  # fmt: skip
+    return transformers.GroundingDinoModel(config)
+
+
+MAKE: dict[str, tuple[Callable[[], Any], int]] = {
+    "UperNet": (upernet, 4), "Mask2Former": (mask2former, 5), "Grounding DINO": (grounding_dino, 4)
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_the_sites_are_those_of_the_backbone(name: str) -> None:
+    make, sites = MAKE[name]
+    plan = inspect_model(make(), force_all=True)
+    assert {site.recipe for site in plan.sites} == {"transformers_swin"}
+    assert plan.counts() == {"patched": sites}, [site.reason for site in plan.sites]
+    assert all(site.n == site.m == 16 for site in plan.sites)
+
+
+def pixels(model: Any) -> Tensor:
+    made = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+    return made.to(next(model.parameters()).dtype)
+
+
+def segmented(model: Any) -> Tensor:
+    out: Tensor = model(pixels(model)).logits
+    return out
+
+
+def encoded(model: Any) -> Tensor:
+    """What comes of the pixels; the choice of queries is discrete, and may follow rounding."""
+    found: Tensor = model(pixels(model)).pixel_decoder_last_hidden_state
+    return found
+
+
+def maps(model: Any) -> Tensor:
+    """The backbone in its place; which boxes are looked at further may follow rounding."""
+    seen = torch.ones(1, 64, 64, dtype=torch.long)
+    found = model.backbone(pixels(model), seen)
+    features = found[0] if isinstance(found, tuple) else found
+    return torch.cat([feature.flatten() for feature, _ in features])
+
+
+@pytest.mark.parametrize(
+    ("name", "run"), [("UperNet", segmented), ("Mask2Former", encoded), ("Grounding DINO", maps)]
+)
+def test_the_model_computes_the_same(name: str, run: Callable[[Any], Tensor]) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = MAKE[name][0]().eval()
+        randomise(model)
+    with torch.no_grad():
+        plain, truth = run(model), run(original(model).double())
+        patch_model(model, method="exact", backend="sdpa", force_all=True)
+        out = run(model)
+        assert_parity(out, plain, truth)
+        bare = original(model)
+        for parameter_name, parameter in bare.named_parameters():
+            if "relative_position_bias_table" in parameter_name:
+                parameter.zero_()
+        assert (run(bare) - plain).abs().max() > 100 * (plain - truth).abs().max()

@@ -1,0 +1,113 @@
+"""Swin V2 CR and GCViT of timm, patched, against the originals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flashbias_convert import inspect_model, unpatch_model
+from flashbias_convert.errors import StaleTermsError
+from tests.recipes.parity import CHECKS, ONCE, Case, check_compiled, original
+from tests.support import assert_parity
+
+cr = pytest.importorskip("timm.models.swin_transformer_v2_cr")
+gc = pytest.importorskip("timm.models.gcvit")
+
+
+def make_cr(**changes: Any) -> Any:
+    """Windows of 4 on maps of 16 and 8, one of them shifted."""
+    arguments: dict[str, Any] = {
+        "img_size": 32, "patch_size": 2, "embed_dim": 32, "depths": (2, 1), "num_heads": (2, 4),
+        "window_size": 4, "num_classes": 5,
+    }  # fmt: skip
+    return cr.SwinTransformerV2Cr(**{**arguments, **changes})
+
+
+def make_gc(**changes: Any) -> Any:
+    """Windows of 4 on maps of 8 and 4; every other block has queries of the whole image."""
+    arguments: dict[str, Any] = {
+        "img_size": 32, "window_ratio": (8, 8), "embed_dim": 16, "depths": (2, 2),
+        "num_heads": (2, 4), "window_size": 4, "num_classes": 5, "layer_scale": 0.1,
+    }  # fmt: skip
+    return gc.GlobalContextVit(**{**arguments, **changes})
+
+
+def features(model: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = model.forward_features(x)  # type: ignore[operator]
+    return out
+
+
+def case_cr(name: str, size: tuple[int, int] = (32, 32), **changes: Any) -> Case:
+    masked = changes.pop("masked", True)
+    return Case(name, lambda: make_cr(**changes), (2, 3, *size), features, masked=masked)
+
+
+def case_gc(name: str, **changes: Any) -> Case:
+    return Case(name, lambda: make_gc(**changes), (2, 3, 32, 32), features, sites=4)
+
+
+CR, GC = case_cr("CR"), case_gc("GCViT")
+CASES = [
+    CR,
+    case_cr("CR, no multiple of the window", (36, 36), img_size=36, window_size=7),
+    case_cr("CR, non-square", (32, 48), img_size=(32, 48), window_size=(4, 8)),
+    case_cr("CR, dynamic masks, another size", (48, 40), strict_img_size=False, masked=False),
+    case_cr("CR, more norms", extra_norm_period=1, extra_norm_stage=True),
+    GC,
+    case_gc("GCViT without qkv bias", qkv_bias=False),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("check", CHECKS)
+def test_parity(case: Case, check: Callable[[Case], None]) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("case", [CR, GC], ids=str)
+@pytest.mark.parametrize("check", [c for c in ONCE if c is not check_compiled])
+def test_changes(case: Case, check: Callable[[Case], None]) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("case", [CR, GC], ids=str)
+def test_every_bias_is_a_table(case: Case) -> None:
+    plan = inspect_model(case.model(), method="exact")
+    assert {site.terms()[0] for site in plan.sites} == {"relative_table"}
+
+
+def test_an_attention_compiles_into_one_graph() -> None:
+    """Those of whole models are slow to trace."""
+    attention = cr.WindowMultiHeadAttention(32, 2, window_size=(4, 4))
+    check_compiled(Case("CR", lambda: attention, (2, 16, 32), sites=1))
+
+
+def test_another_input_size_is_refused_until_patched_again() -> None:
+    model = CR.model()
+    CR.patch(model)
+    model.set_input_size((48, 32), window_size=(6, 4))
+    x = torch.randn(1, 3, 48, 32)
+    with pytest.raises(StaleTermsError):
+        CR.output(model, x)
+    unpatch_model(model)
+    CR.patch(model)
+    assert_parity(CR.output(model, x), CR.output(original(model), x), CR.truth(model, x))
+
+
+def test_dropout_of_the_hidden_layer_means_the_original() -> None:
+    model, x = CR.model(), CR.inputs()
+    CR.patch(model)
+    reference = original(model)
+    for each in (model, reference):
+        for module in each.modules():
+            if isinstance(module, nn.Dropout):
+                module.train()
+    outputs = []
+    for each in (model, reference):
+        torch.manual_seed(7)
+        outputs.append(CR.output(each, x))
+    assert torch.equal(*outputs)
