@@ -193,6 +193,10 @@ def require_patched(plan: Plan) -> None:
             f"no site was converted, {len(failed)} failed; {failed[0].name}: {failed[0].reason}"
         )
     reasons = list(dict.fromkeys(site.reason for site in plan.sites))
+    if len(plan.with_status("unsupported")) == len(plan.sites):
+        raise NothingToConvertError(
+            f"none of the {len(plan.sites)} sites can be converted: {'; '.join(reasons[:3])}"
+        )
     raise NothingToConvertError(
         f"none of the {len(plan.sites)} sites is worth converting: {'; '.join(reasons[:3])}",
         "--force-all converts them all the same",

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from flashbias_convert import inspect_model, patch_model
+from flashbias_convert.checkpoint.convert import require_patched
+from flashbias_convert.errors import NothingToConvertError
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
@@ -120,3 +122,11 @@ def test_a_model_with_both_is_converted_as_far_as_it_goes() -> None:
     }  # fmt: skip
     with torch.no_grad():
         assert torch.equal(model["small"](x), plain(x))
+
+
+def test_nobody_is_told_to_force_what_is_impossible() -> None:
+    with pytest.raises(NothingToConvertError, match=r"can be converted.*mixes its heads") as raised:
+        require_patched(inspect_model(cait()))
+    assert raised.value.hint == ""
+    with pytest.raises(NothingToConvertError, match="worth converting"):
+        require_patched(inspect_model(levit()))
