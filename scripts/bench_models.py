@@ -30,7 +30,8 @@ from pathlib import Path
 import torch
 from whole_models import families, figure, language, plain, vision, weather
 from whole_models.case import ROOT, Case
-from whole_models.measuring import Options, find_truth, measure_row
+from whole_models.measuring import measure_row
+from whole_models.truth import Options, find_truth
 from whole_models.writing import Table, machine, summary
 
 #: what ratios of the summary are to

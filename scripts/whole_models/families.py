@@ -14,15 +14,15 @@ from typing import Any
 import timm
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
-from .case import EXACT, ORIGINAL, OURS, Case, converted, drawn
+from .case import EXACT, ORIGINAL, OURS, Case, converted
+from .given import Inputs, images, pages, pairs, sound, tokens
 
 #: parts of the names of parameters that biases are made of; they become normal, variance one
 _TABLES = ("relative_position_bias", "relative_attention_bias", "rel_pos", "rel_attn_embed",
            "rel_2d_pos", "attention_biases", "bias_table")  # fmt: skip
 _LAYERS = 4
-Inputs = Callable[[int, torch.device, torch.dtype], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 @torch.no_grad()
@@ -34,60 +34,6 @@ def with_biases(model: nn.Module) -> nn.Module:
         elif "norm" in name and name.endswith("weight"):
             parameter.fill_(1)  # some start at zero: blocks would do nothing
     return model
-
-
-def images(size: int) -> Inputs:
-    """Square images (B, 3, size, size)."""
-
-    def make(count: int, device: torch.device, dtype: torch.dtype) -> Any:
-        return (drawn((3, size, size), count).to(device, dtype),), {}
-
-    return make
-
-
-def tokens(n: int, vocabulary: int, **more: Any) -> Inputs:
-    """Token numbers (B, n) without padding, and further keyword arguments."""
-
-    def make(count: int, device: torch.device, _: torch.dtype) -> Any:
-        return (_integers(count, n, high=vocabulary, device=device),), dict(more)
-
-    return make
-
-
-def pairs(n: int, vocabulary: int) -> Inputs:
-    """For encoders with decoders."""
-
-    def make(count: int, device: torch.device, _: torch.dtype) -> Any:
-        ids = _integers(count, n, high=vocabulary, device=device)
-        return (), {"input_ids": ids, "decoder_input_ids": ids, "use_cache": False}
-
-    return make
-
-
-def pages(n: int, vocabulary: int) -> Inputs:
-    """Tokens with boxes (x0, y0, x1, y1)."""
-
-    def make(count: int, device: torch.device, _: torch.dtype) -> Any:
-        corners = _integers(count, n, 4, high=500, device=device, seed=2)
-        boxes = torch.cat((corners[..., :2], corners[..., :2] + corners[..., 2:]), -1)
-        return (_integers(count, n, high=vocabulary, device=device),), {"bbox": boxes}
-
-    return make
-
-
-def sound(samples: int) -> Inputs:
-    """Waves (B, samples)."""
-
-    def make(count: int, device: torch.device, dtype: torch.dtype) -> Any:
-        return (drawn((samples,), count).to(device, dtype),), {}
-
-    return make
-
-
-def _integers(count: int, *shape: int, high: int, device: torch.device, seed: int = 1) -> Tensor:
-    draw = torch.Generator().manual_seed(seed)
-    rows = [torch.randint(3, high, shape, generator=draw) for _ in range(count)]
-    return torch.stack(rows).to(device)
 
 
 def of_timm(name: str, **args: Any) -> Callable[[], nn.Module]:

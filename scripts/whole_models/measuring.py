@@ -6,7 +6,6 @@ import contextlib
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +16,9 @@ from flashbias_convert.benchmark.judge import outputs_of
 from flashbias_convert.benchmark.rows import failure, release
 from flashbias_convert.benchmark.stand_ins import complaining
 from flashbias_convert.benchmark.timing import Measured, allocated, measure
-from flashbias_convert.verification.difference import Accumulator, Difference
 
-from .case import BY_ROWS, NO_BIAS, ORIGINAL, WAYS, Case, Prepared, split_variant
+from .case import WAYS, Case, Prepared, split_variant
+from .truth import Options, Truth, errors_of
 
 #: seconds of timed calls per row, at most
 _TIMED_S = 10.0
@@ -27,38 +26,6 @@ _TIMED_S = 10.0
 
 class OverTheLimit(BaseException):
     """A row has taken too long. No `Exception`: compilers must not catch it and carry on."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """How rows are measured.
-
-    Attributes:
-        device: where.
-        dtype: of models and inputs.
-        repeats: timed calls per row.
-        limit_s: seconds for a row, compiling included; 0 means no limit.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    repeats: int = 20
-    limit_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Truth:
-    """What the first sample is compared with.
-
-    Attributes:
-        wide: of the original in float32; None if it could not be had.
-        plain: of the original in the dtype in use, eager; None if it could not be had.
-        how: where `wide` comes from, or why there is none.
-    """
-
-    wide: dict[str, Tensor] | None
-    plain: dict[str, Tensor] | None
-    how: str
 
 
 @contextlib.contextmanager
@@ -75,42 +42,6 @@ def time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-@torch.no_grad()
-def find_truth(case: Case, options: Options) -> Truth:
-    """The first sample through the original, in float32 and in the dtype in use.
-
-    Where the original is out of memory in float32, its formula is computed a few rows at a time.
-    TF32 is off: by default convolutions would use it.
-    """
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        return _find_truth(case, options)
-
-
-def _find_truth(case: Case, options: Options) -> Truth:
-    wide, how = None, "original in float32"
-    for way in (ORIGINAL, BY_ROWS):
-        try:
-            wide = _first_sample(case, way, options, torch.float32)
-        except Exception as error:  # without it, rows are still worth their times
-            how = f"none: {failure(error)}"
-            del error
-        release(options.device)
-        if wide is not None:
-            how = "original in float32" if way == ORIGINAL else "original's formula by rows"
-            break
-    plain = None
-    # without it there is nothing to set an error beside
-    with contextlib.suppress(Exception):
-        plain = _first_sample(case, ORIGINAL, options, options.dtype)
-    release(options.device)
-    return Truth(wide, plain, how)
-
-
-def _first_sample(case: Case, way: str, options: Options, dtype: torch.dtype) -> dict[str, Tensor]:
-    ready = case.prepare(way, options.device, dtype, weights=options.dtype, batch=1)
-    return outputs_of(ready.model(*ready.args, **ready.kwargs), 1)
 
 
 @torch.no_grad()
@@ -170,11 +101,11 @@ def _measured(case: Case, way: str, mode: str, options: Options, truth: Truth) -
     )
     return {
         **_numbers(found, case.batch),
-        "bias_mib": f"{bias_bytes(ready.model) / 2**20:.1f}",
+        "bias_mib": f"{bias_bytes(ready.model) / 2**20:.4f}",
         "prepare_s": f"{prepared_s:.1f}",
         "graphs": counters["stats"].get("unique_graphs", 0),
         "graph_breaks": sum(counters["graph_break"].values()),
-        **_errors(seen[0], truth, options.dtype, way),
+        **errors_of(seen[0], truth, options.dtype, way),
     }
 
 
@@ -210,33 +141,6 @@ def _numbers(found: Measured, batch: int) -> dict[str, Any]:
         "peak_mib": "" if found.peak_mib is None else f"{found.peak_mib:.1f}",
         "first_call_s": f"{found.first_call_s:.1f}",
     }
-
-
-def _errors(found: dict[str, Tensor], truth: Truth, dtype: torch.dtype, way: str) -> dict[str, Any]:
-    if truth.wide is None:
-        return {"truth": truth.how}
-    plain = truth.plain
-    worst: Difference | None = None
-    for name, wide in truth.wide.items():
-        collected = Accumulator(dtype)
-        collected.add(wide if plain is None else plain[name], found[name], wide)
-        one = collected.result()
-        if worst is None or not one.error_rms <= worst.error_rms:
-            worst = one
-    assert worst is not None
-    if worst.not_finite:
-        return {"truth": truth.how, "status": "wrong", "reason": f"NaN in {worst.not_finite}"}
-    numbers = {
-        "truth": truth.how,
-        "error_max": f"{worst.error_max:.3g}",
-        "error_rms": f"{worst.error_rms:.3g}",
-        "largest": f"{worst.largest:.3g}",
-    }
-    if plain is None:
-        return numbers
-    judged = "another function" if way == NO_BIAS else str(worst.within_rounding)
-    return {**numbers, "rounding_max": f"{worst.rounding_max:.3g}",
-            "rounding_rms": f"{worst.rounding_rms:.3g}", "within_rounding": judged}  # fmt: skip
 
 
 def weight_bytes(ready: Prepared) -> int:

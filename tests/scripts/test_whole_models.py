@@ -20,12 +20,12 @@ sys.path[:0] = [str(SCRIPTS), str(SCRIPTS / "paper")]
 
 import bench_models  # noqa: E402
 from paper_tables import PaperTable, Published  # noqa: E402
-from whole_models import language, measuring, plain, vision, weather, writing  # noqa: E402
+from whole_models import language, measuring, plain, static_bias, truth, vision, weather, writing  # noqa: E402
 from whole_models.case import BY_ROWS, FLEX, NO_BIAS, SDPA, Case  # noqa: E402
 from whole_models.hand import HandAttention  # noqa: E402
 
 CPU = torch.device("cpu")
-OPTIONS = measuring.Options(CPU, torch.bfloat16, repeats=1)
+OPTIONS = truth.Options(CPU, torch.bfloat16, repeats=1)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -40,20 +40,20 @@ def test_windows_by_hand_take_their_own_bias(way: str, windows: int) -> None:
     bias = torch.randn(windows, 2, 16, 16)
     q, k, v = torch.randn(3, 6, 2, 16, 16).unbind(0)
     out = HandAttention(way, bias, 0.3)(q, k, v)
-    truth = formula(*(x.double() for x in (q, k, v, bias)), 0.3)
-    assert_parity(out, formula(q, k, v, bias, 0.3), truth)
+    exact = formula(*(x.double() for x in (q, k, v, bias)), 0.3)
+    assert_parity(out, formula(q, k, v, bias, 0.3), exact)
 
 
 @pytest.mark.parametrize("way", [SDPA, FLEX, BY_ROWS, NO_BIAS])
 def test_causal_attention_by_hand(way: str) -> None:
-    bias = plain.StaticBias.alibi(2, 16, CPU)
+    bias = static_bias.StaticBias.alibi(2, 16, CPU)
     q, k, v = torch.randn(3, 1, 2, 16, 16).unbind(0)
-    out = plain.attention(way, bias, torch.float32, 16)(q, k, v)
+    out = static_bias.attention(way, bias, torch.float32, 16)(q, k, v)
     hidden = bias.dense(torch.float32, hide=True)
     if way == NO_BIAS:
         hidden = torch.zeros_like(hidden).masked_fill(hidden.isinf(), float("-inf"))
-    truth = formula(*(x.double() for x in (q, k, v, hidden)), 0.25)
-    assert_parity(out, formula(q, k, v, hidden, 0.25), truth)
+    exact = formula(*(x.double() for x in (q, k, v, hidden)), 0.25)
+    assert_parity(out, formula(q, k, v, hidden, 0.25), exact)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def slow(seconds: float, problem: Exception | None = None) -> Case:
 
 
 def test_rows_that_fail_say_why() -> None:
-    nothing = measuring.Truth(None, None, "none")
-    limited = measuring.Options(CPU, torch.float32, 1, limit_s=0.2)
+    nothing = truth.Truth(None, None, "none")
+    limited = truth.Options(CPU, torch.float32, 1, limit_s=0.2)
     row = measuring.measure_row(slow(30), "original", limited, nothing)
     assert (row["status"], row["reason"]) == ("failed", "over the limit of 0.2 s")
     problem = torch.OutOfMemoryError("all of it")
@@ -126,10 +126,10 @@ def test_blocks_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_row_tells_its_error_beside_rounding() -> None:
     case = plain.cases(True)["plain-20"]
-    truth = measuring.find_truth(case, OPTIONS)
-    assert truth.how == "original in float32"
+    known = truth.find_truth(case, OPTIONS)
+    assert known.how == "original in float32"
     rows = {
-        v: measuring.measure_row(case, v, OPTIONS, truth) for v in ("original", "exact", "none")
+        v: measuring.measure_row(case, v, OPTIONS, known) for v in ("original", "exact", "none")
     }
     assert rows["original"]["error_rms"] == rows["original"]["rounding_rms"]
     assert rows["exact"]["within_rounding"] == "True"

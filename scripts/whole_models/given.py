@@ -1,0 +1,68 @@
+"""Random inputs of models: images, texts, pages, sounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .case import drawn
+
+#: called with the batch, the device and the dtype; returns arguments and keyword arguments
+Inputs = Callable[[int, torch.device, torch.dtype], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def images(size: int) -> Inputs:
+    """Square images (B, 3, size, size)."""
+
+    def make(count: int, device: torch.device, dtype: torch.dtype) -> Any:
+        return (drawn((3, size, size), count).to(device, dtype),), {}
+
+    return make
+
+
+def tokens(n: int, vocabulary: int, **more: Any) -> Inputs:
+    """Token numbers (B, n) without padding, and further keyword arguments."""
+
+    def make(count: int, device: torch.device, _: torch.dtype) -> Any:
+        return (_integers(count, n, high=vocabulary, device=device),), dict(more)
+
+    return make
+
+
+def pairs(n: int, vocabulary: int) -> Inputs:
+    """For encoders with decoders."""
+
+    def make(count: int, device: torch.device, _: torch.dtype) -> Any:
+        ids = _integers(count, n, high=vocabulary, device=device)
+        return (), {"input_ids": ids, "decoder_input_ids": ids, "use_cache": False}
+
+    return make
+
+
+def pages(n: int, vocabulary: int) -> Inputs:
+    """Tokens with boxes (x0, y0, x1, y1)."""
+
+    def make(count: int, device: torch.device, _: torch.dtype) -> Any:
+        corners = _integers(count, n, 4, high=500, device=device, seed=2)
+        boxes = torch.cat((corners[..., :2], corners[..., :2] + corners[..., 2:]), -1)
+        return (_integers(count, n, high=vocabulary, device=device),), {"bbox": boxes}
+
+    return make
+
+
+def sound(samples: int) -> Inputs:
+    """Waves (B, samples)."""
+
+    def make(count: int, device: torch.device, dtype: torch.dtype) -> Any:
+        return (drawn((samples,), count).to(device, dtype),), {}
+
+    return make
+
+
+def _integers(count: int, *shape: int, high: int, device: torch.device, seed: int = 1) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(3, high, shape, generator=draw) for _ in range(count)]
+    return torch.stack(rows).to(device)

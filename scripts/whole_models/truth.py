@@ -1,0 +1,113 @@
+"""How far outputs are from the truth, beside what rounding does to the original."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashbias_convert.benchmark.judge import outputs_of
+from flashbias_convert.benchmark.rows import failure, release
+from flashbias_convert.verification.difference import Accumulator, Difference
+
+from .case import BY_ROWS, NO_BIAS, ORIGINAL, Case
+
+
+@dataclass(frozen=True)
+class Options:
+    """How rows are measured.
+
+    Attributes:
+        device: where.
+        dtype: of models and inputs.
+        repeats: timed calls per row.
+        limit_s: seconds for a row, compiling included; 0 means no limit.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    repeats: int = 20
+    limit_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What the first sample is compared with.
+
+    Attributes:
+        wide: of the original in float32; None if it could not be had.
+        plain: of the original in the dtype in use, eager; None if it could not be had.
+        how: where `wide` comes from, or why there is none.
+    """
+
+    wide: dict[str, Tensor] | None
+    plain: dict[str, Tensor] | None
+    how: str
+
+
+@torch.no_grad()
+def find_truth(case: Case, options: Options) -> Truth:
+    """The first sample through the original, in float32 and in the dtype in use.
+
+    Where the original is out of memory in float32, its formula is computed a few rows at a time.
+    TF32 is off: by default convolutions would use it.
+    """
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        return _find_truth(case, options)
+
+
+def _find_truth(case: Case, options: Options) -> Truth:
+    wide, how = None, "original in float32"
+    for way in (ORIGINAL, BY_ROWS):
+        try:
+            wide = _first_sample(case, way, options, torch.float32)
+        except Exception as error:  # without it, rows are still worth their times
+            how = f"none: {failure(error)}"
+            del error
+        release(options.device)
+        if wide is not None:
+            how = "original in float32" if way == ORIGINAL else "original's formula by rows"
+            break
+    plain = None
+    # without it there is nothing to set an error beside
+    with contextlib.suppress(Exception):
+        plain = _first_sample(case, ORIGINAL, options, options.dtype)
+    release(options.device)
+    return Truth(wide, plain, how)
+
+
+def _first_sample(case: Case, way: str, options: Options, dtype: torch.dtype) -> dict[str, Tensor]:
+    ready = case.prepare(way, options.device, dtype, weights=options.dtype, batch=1)
+    return outputs_of(ready.model(*ready.args, **ready.kwargs), 1)
+
+
+def errors_of(
+    found: dict[str, Tensor], truth: Truth, dtype: torch.dtype, way: str
+) -> dict[str, Any]:
+    if truth.wide is None:
+        return {"truth": truth.how}
+    plain = truth.plain
+    worst: Difference | None = None
+    for name, wide in truth.wide.items():
+        collected = Accumulator(dtype)
+        collected.add(wide if plain is None else plain[name], found[name], wide)
+        one = collected.result()
+        if worst is None or not one.error_rms <= worst.error_rms:
+            worst = one
+    assert worst is not None
+    if worst.not_finite:
+        return {"truth": truth.how, "status": "wrong", "reason": f"NaN in {worst.not_finite}"}
+    numbers = {
+        "truth": truth.how,
+        "error_max": f"{worst.error_max:.3g}",
+        "error_rms": f"{worst.error_rms:.3g}",
+        "largest": f"{worst.largest:.3g}",
+    }
+    if plain is None:
+        return numbers
+    judged = "another function" if way == NO_BIAS else str(worst.within_rounding)
+    return {**numbers, "rounding_max": f"{worst.rounding_max:.3g}",
+            "rounding_rms": f"{worst.rounding_rms:.3g}", "within_rounding": judged}  # fmt: skip
