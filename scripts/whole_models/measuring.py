@@ -150,7 +150,7 @@ def weight_bytes(ready: Prepared) -> int:
 
 
 def bias_bytes(model: nn.Module) -> int:
-    """Bytes of what is kept of biases: dense matrices, terms, and what they were prepared to."""
+    """Bytes of dense matrices and of terms; forms packed for the kernel count in the peak alone."""
     kept = [x for name, x in model.named_buffers() if name.rpartition(".")[2] == "bias"]
     kept += [x for name, x in model.named_buffers() if "score_bias." in f"{name}."]
     known = [x for m in model.modules() for x, _ in getattr(m, "known", {}).values()]
