@@ -7,6 +7,9 @@ from torch import Tensor
 
 from ..terms import LowRank
 
+#: Scales smaller than this go into q, because factors divided by them could overflow.
+SMALLEST_SCALE = 2.0**-8
+
 
 def effective_factors(term: LowRank) -> tuple[Tensor, Tensor]:
     """phi_q (*batch, H, N, R) with ranks and row scale applied, and phi_k (*batch, H, M, R)."""

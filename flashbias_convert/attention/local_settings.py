@@ -83,20 +83,25 @@ def settings_for(
 
 def settings_file(card: str) -> Path:
     """The file of a card, by its name, whether it exists or not."""
-    own = os.environ.get(FOLDER_VARIABLE)
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(own) if own else cache_home / "flashbias-convert" / "tuning"
+    own, cache = os.environ.get(FOLDER_VARIABLE), os.environ.get("XDG_CACHE_HOME")
+    if own:
+        folder = Path(own)
+    else:
+        folder = Path(cache) if cache else Path.home() / ".cache"
+        folder = folder / "flashbias-convert" / "tuning"
     return folder / f"{re.sub(r'[^A-Za-z0-9]+', '-', card).strip('-').lower()}.json"
 
 
 @cache
 def _measured(card: str) -> Mapping[ShapeClass, LaunchSettings]:
-    file = settings_file(card)
-    if not file.is_file():
+    try:
+        file = settings_file(card)
+        content = file.read_text()
+    except (OSError, RuntimeError):  # no file, none that may be read, no home folder
         return {}
     try:
-        return read_settings(file)
-    except (OSError, ValueError, TypeError, KeyError) as problem:
+        return parse_settings(content)
+    except (ValueError, TypeError, KeyError) as problem:
         warnings.warn(
             f"the launch settings in {file} are not used: {problem}; run `flashbias-convert tune` "
             "again, or delete the file",
@@ -105,22 +110,28 @@ def _measured(card: str) -> Mapping[ShapeClass, LaunchSettings]:
         return {}
 
 
-def read_settings(file: Path) -> dict[ShapeClass, LaunchSettings]:
-    """What a file holds.
+def parse_settings(text: str) -> dict[ShapeClass, LaunchSettings]:
+    """What a file of this text holds.
 
     Raises:
-        ValueError: another version, or no such file of settings.
+        ValueError: another version, numbers that no kernel can have, or no such file at all.
         TypeError, KeyError: fields that are unknown or missing.
-        OSError: it cannot be read.
     """
-    content = json.loads(file.read_text())
+    content = json.loads(text)
     if not isinstance(content, dict) or content.get("version") != VERSION:
         raise ValueError(f"it is not a file of version {VERSION}")
     found = {}
     for entry in content["settings"]:
         shape = {**entry["shape"], "terms": tuple(entry["shape"]["terms"])}
-        found[ShapeClass(**shape)] = LaunchSettings(**entry["settings"])
+        own = LaunchSettings(**entry["settings"])
+        if not all(_power_of_two(size) for size in (own.block_m, own.block_n, own.num_warps)):
+            raise ValueError(f"{own} are no settings of a kernel")
+        found[ShapeClass(**shape)] = own
     return found
+
+
+def _power_of_two(number: object) -> bool:
+    return isinstance(number, int) and number > 0 and number & (number - 1) == 0
 
 
 def write_settings(
@@ -136,7 +147,7 @@ def write_settings(
     kept: dict[ShapeClass, LaunchSettings] = {}
     if file.is_file():
         try:
-            kept = read_settings(file)
+            kept = parse_settings(file.read_text())
         except (ValueError, TypeError, KeyError):
             kept = {}  # it was of no use to anybody
     entries = [

@@ -31,7 +31,7 @@ from ..terms import (
     ScoreBias,
     Term,
 )
-from .factors import balance, effective_factors, split_columns
+from .factors import SMALLEST_SCALE, balance, effective_factors, split_columns
 from .selection import Selection, with_selections
 
 #: Numbers of factor columns that kernels are compiled for.
@@ -95,10 +95,6 @@ def parse_spec(spec: str) -> tuple[GroupSpec, ...]:
 
 #: What the kernel reads when there is no bias.
 NO_BIAS = PackedBias(repr((GroupSpec(None).values(),)), [])
-
-
-#: Scales smaller than this go into q, because factors divided by them could overflow.
-SMALLEST_SCALE = 2.0**-8
 
 
 def scale_size(scale: float) -> float:
@@ -320,6 +316,8 @@ def vector_rows_of(dense: Tensor) -> Tensor:
     steps = dense.stride()[:-1]
     if dense.stride(-1) == 1 and not any(step % ROW_STEP for step in steps):
         return dense
+    if dense.requires_grad and 0 in steps:
+        return dense  # the gradient is that of every entry, not of the one that is kept
     own = dense
     for dim, step in enumerate(steps):
         if step == 0:

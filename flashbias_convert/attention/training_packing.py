@@ -37,10 +37,14 @@ MAX_AXIAL = 128
 def training_problem(bias: ScoreBias, *, half: bool) -> str | None:
     """Why the kernels cannot give gradients with this bias, or None if they can. Reads shapes."""
     for term in for_kernel(bias, half=half).terms:
-        if isinstance(term, Axial):
-            longest = max(term.rel_h.shape[-1], term.rel_w.shape[-1])
-            if half or longest > MAX_AXIAL:
-                return f"an axial term of {longest} rows or columns has no backward kernel"
+        if not isinstance(term, Axial):
+            continue
+        longest = max(term.rel_h.shape[-1], term.rel_w.shape[-1])
+        if half:
+            return f"an axial term of {term.rel_h.dtype} with {longest} rows or columns has no " \
+                "backward kernel in half precision"  # fmt: skip
+        if longest > MAX_AXIAL:
+            return f"an axial term of {longest} rows or columns has no backward kernel"
     return unsupported(bias, half=half)
 
 

@@ -262,6 +262,7 @@ def attention_kernel(
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BLOCK_DV], tl.float32)
+    least = tl.zeros([BM], tl.float32) + LEAST_SUM
     again = True
     while again:
         for MASKED in tl.static_range(1, -1, -1):
@@ -271,6 +272,9 @@ def attention_kernel(
                 # a level so low that usual scores would overflow is raised
                 lowest = tl.where(quick_end > 0, LOWEST_LEVEL / to_exp2, float("-inf"))
                 raised = tl.maximum(top, lowest)
+                # weights below 2**-14 lose bits in fp16: many of them must not make up a sum
+                fewest = tl.maximum(LEAST_SUM, M * 2.0**-13) if HALF else LEAST_SUM
+                least = tl.where(top == raised, LEAST_SUM, fewest)
                 shrink = tl.where(top == raised, 1.0, tl.exp2((top - raised) * to_exp2))
                 total, acc, top = total * shrink, acc * shrink[:, None], raised
             for s in tl.range(lower, upper, BN):
@@ -397,7 +401,7 @@ def attention_kernel(
         if QUICK:
             # `acc` can overflow where values are huge, too
             finite = tl.sum(tl.abs(acc), 1) < float("inf")
-            usual = (total >= LEAST_SUM) & (total <= LARGEST_SUM) & finite
+            usual = (total >= least) & (total <= LARGEST_SUM) & finite
             unusual = in_rows & (usual == 0)
             again = (tl.max(unusual.to(tl.int32), 0) > 0) & (quick_end > 0)
             if again:

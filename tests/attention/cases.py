@@ -109,10 +109,12 @@ class Inputs:
         code = self.integers(11, *batch, self.n, self.m)
         return Lookup(table=2 * self.normal(self.heads, 11), code=code)
 
-    def axial(self, batch: Shape = ()) -> Axial:
+    def axial(self, batch: Shape = (), dtype: torch.dtype | None = None) -> Axial:
+        """Rows in the dtype of q, as products of q have them, or in another."""
+        own = self.dtype if dtype is None else dtype
         return Axial(
-            rel_h=self.normal(*batch, self.heads, self.n, 5),
-            rel_w=self.normal(*batch, self.heads, self.n, 9),
+            rel_h=self.normal(*batch, self.heads, self.n, 5).to(own),
+            rel_w=self.normal(*batch, self.heads, self.n, 9).to(own),
             y=self.integers(5, self.m),
             x=self.integers(9, self.m),
         )

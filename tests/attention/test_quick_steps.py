@@ -80,6 +80,17 @@ def test_long_rows(name: str, half: torch.dtype, kernel: str, device: torch.devi
     check(x, BIASES[name](x), kernel, causal=True, scale=2.0)
 
 
+@pytest.mark.parametrize("height", [-11.8, -14.6])
+def test_many_small_weights_keep_their_bits(
+    height: float, half: torch.dtype, kernel: str, device: torch.device
+) -> None:
+    """A sum of tens of thousands says little about the size of its parts."""
+    x = Inputs(device, half, batch=(1,), heads=1, n=3, m=40_000)
+    x.q, x.k = torch.zeros_like(x.q), torch.zeros_like(x.k)
+    x.v = torch.ones_like(x.v)
+    check(x, x.bias(steps(x, height)), kernel)
+
+
 def test_values_near_the_largest_number(
     half: torch.dtype, kernel: str, device: torch.device
 ) -> None:

@@ -544,3 +544,30 @@ def test_inputs_are_not_changed(backend: str, device: torch.device) -> None:
     flashbias_attention(x.q, x.k, x.v, bias, backend=backend, cosine=True)
     after = (x.q, x.k, x.v, *(t for _, t in bias.named_tensors()))
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+# -- axial terms ---------------------------------------------------------------------------
+
+
+def test_axial_rows_in_fp32_keep_their_digits(
+    backend: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Large ones would lose eight times more in factors of fp16 than in a sum."""
+    x = Inputs(device, dtype, n=33, m=70)
+    term = x.axial(dtype=torch.float32)
+    term = dataclasses.replace(term, rel_h=20 * term.rel_h, rel_w=20 * term.rel_w)
+    check(x, x.bias(term), backend)
+
+
+@pytest.mark.parametrize("value", [float("-inf"), -1e9, -6e4, 6e4])
+def test_axial_entries_that_hide_or_select(
+    value: float, backend: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """A mask that was added to the rows: other keys are as if it were not there."""
+    x = Inputs(device, dtype, n=33, m=70)
+    term = x.axial()
+    for scale in (None, torch.tensor([0.3, 7.0], device=device)):
+        rel_h = term.rel_h.clone()
+        rel_h[..., 2] = value
+        bias = x.bias(dataclasses.replace(term, rel_h=rel_h))
+        check(x, bias, backend, scale=scale)

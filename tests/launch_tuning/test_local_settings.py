@@ -14,7 +14,7 @@ import torch
 from flashbias_convert.attention import local_settings
 from flashbias_convert.attention.local_settings import (
     ShapeClass,
-    read_settings,
+    parse_settings,
     settings_file,
     settings_for,
     write_settings,
@@ -72,7 +72,7 @@ def test_other_shapes_stay_when_more_are_written() -> None:
     other = ShapeClass.of(**{**SHAPE, "n": 144})
     write_settings(file, {other: OWN}, {})
     write_settings(file, {ShapeClass.of(**SHAPE): OWN}, {})
-    assert read_settings(file) == {other: OWN, ShapeClass.of(**SHAPE): OWN}
+    assert parse_settings(file.read_text()) == {other: OWN, ShapeClass.of(**SHAPE): OWN}
     assert [f.name for f in file.parent.iterdir()] == [file.name]
 
 
@@ -84,6 +84,14 @@ def test_other_shapes_stay_when_more_are_written() -> None:
         json.dumps({"version": 99, "settings": []}),
         json.dumps({"version": 1}),
         json.dumps({"version": 1, "settings": [{"shape": {"n": 1}, "settings": {}}]}),
+        json.dumps(
+            {
+                "version": 1,
+                "settings": [
+                    {"shape": {**SHAPE, "terms": []}, "settings": {**vars(OWN), "block_m": 48}}
+                ],
+            }
+        ),
     ],
 )
 def test_a_bad_file_is_told_and_not_used(content: str) -> None:
@@ -91,4 +99,18 @@ def test_a_bad_file_is_told_and_not_used(content: str) -> None:
     with pytest.warns(UserWarning, match="are not used"):
         assert settings_for(torch.device("cuda"), **SHAPE) == launch_settings(**SHAPE)
     write_settings(settings_file(CARD), {ShapeClass.of(**SHAPE): OWN}, {})
-    assert read_settings(settings_file(CARD)) == {ShapeClass.of(**SHAPE): OWN}
+    assert parse_settings(settings_file(CARD).read_text()) == {ShapeClass.of(**SHAPE): OWN}
+
+
+@pytest.mark.parametrize("problem", [PermissionError("no"), RuntimeError("no home directory")])
+def test_without_a_folder_that_can_be_read_the_rule_holds(problem: Exception) -> None:
+    with mock.patch.object(local_settings, "settings_file", side_effect=problem):
+        assert settings_for(torch.device("cuda"), **SHAPE) == launch_settings(**SHAPE)
+    with mock.patch.object(Path, "read_text", side_effect=problem):
+        local_settings._measured.cache_clear()
+        assert settings_for(torch.device("cuda"), **SHAPE) == launch_settings(**SHAPE)
+
+
+def test_a_named_folder_needs_no_home(tmp_path: Path) -> None:
+    with mock.patch.object(Path, "home", side_effect=RuntimeError("no home directory")):
+        assert settings_file(CARD).parent == tmp_path
