@@ -7,6 +7,7 @@ another device. Operations and their results are those of the CPU.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -50,19 +51,35 @@ class CardTensor(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _compute(func, args, kwargs or {})
 
     def data_ptr(self) -> int:
         return self.held.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.held.untyped_storage()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _from_file, (self.held.detach(), self.requires_grad)
 
     def __getitem__(self, index: Any) -> Tensor:
         return super().__getitem__(_indices(index))
 
     def __setitem__(self, index: Any, value: Any) -> None:
         super().__setitem__(_indices(index), value)
+
+    def new_tensor(self, data: Any, *, dtype: Any = None, device: Any = None) -> Tensor:
+        return torch.tensor(data, dtype=dtype or self.dtype, device=device or self.device)
+
+    @property  # type: ignore[override]
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: CardTensor) -> None:
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self.held = value.held
 
     def tolist(self) -> Any:
         return self.held.tolist()
@@ -80,6 +97,10 @@ class CardTensor(Tensor):
 
     def __repr__(self, **_: Any) -> str:
         return f"CardTensor({self.held!r})"
+
+
+def _from_file(held: Tensor, requires_grad: bool) -> CardTensor:
+    return CardTensor(held).requires_grad_(requires_grad)
 
 
 _Generator, _numbers = torch.Generator, torch.tensor
@@ -159,11 +180,11 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     wanted = kwargs.get("device")
     here = bool(on_card) if wanted is None else torch.device(wanted).type == NAME
     others = [x for x in tensors if not isinstance(x, CardTensor) and x.dim()]
-    if on_card and others and name not in _MOVES:
-        if not (name in _INDEXING and isinstance(args[0], CardTensor)):
-            raise RuntimeError(
-                f"Expected all tensors to be on the same device, but {name} found card:0 and cpu"
-            )
+    may_mix = name in _MOVES or (name in _INDEXING and isinstance(args[0], CardTensor))
+    if on_card and others and not may_mix:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but {name} found card:0 and cpu"
+        )
     for x in flat:
         if isinstance(x, _Generator) and (x._cdata in _GENERATORS) != here:  # type: ignore[attr-defined]
             raise RuntimeError(f"{name}: the generator belongs to another device")
@@ -211,10 +232,17 @@ def _made_from_numbers(make: Any) -> Any:
     return made
 
 
+def _no_gradients(mode: bool = True) -> Any:
+    """Takes the place of ``torch.inference_mode``: views of wrapped tensors fail in there."""
+    return torch.no_grad() if mode else contextlib.nullcontext()
+
+
 @functools.cache
 def install() -> None:
     """Make the device known to torch, for the rest of the process."""
+    torch.serialization.add_safe_globals([_from_file])
     _setup_privateuseone_for_python_backend(NAME, backend_module=_Backend())
+    torch.inference_mode = _no_gradients  # type: ignore[assignment,misc]
     torch.tensor = _made_from_numbers(_numbers)
     torch.as_tensor = _made_from_numbers(torch.as_tensor)
     torch.Generator = AnyGenerator  # type: ignore[assignment,misc]
