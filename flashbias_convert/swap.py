@@ -91,8 +91,8 @@ def patch_module(
     terms = ScoreBiasModule(bias, backend, builders, modules, trained)
     terms.train(module.training)
     place = device_of(module)
-    if place.type != "meta":  # its weights may only be kept elsewhere; terms have values
-        terms.to(place)
+    if not any(t.is_meta for t in (*module.parameters(), *terms.parameters(), *terms.buffers())):
+        terms.to(place)  # a plan may come from a model that is elsewhere
     _install(module, compose(recipe_class, type(module)), terms)
     assert isinstance(module, PatchedAttention)
     try:
