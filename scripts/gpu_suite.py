@@ -58,7 +58,7 @@ def main() -> int:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result))
-    print(*summary, f"{len(summary)} tests failed", sep="\n")
+    print(*summary, f"{len(summary)} tests failed, exit code {run.returncode}", sep="\n")
     return run.returncode
 
 
