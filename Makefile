@@ -5,13 +5,13 @@ BIN := $(VENV)/bin
 EXAMPLE := examples/swinv2_cifar10/model.safetensors
 DEMO := build/demo/model.flashbias.safetensors
 
-.PHONY: demo test lint types unit interpreter abuse gpu clean help
+.PHONY: demo test lint types unit interpreter device abuse gpu clean help
 
 help:
 	@echo "make demo   convert a trained SwinV2 and compare it with the original"
 	@echo "make test   lint, type check and run every test that needs no GPU"
 	@echo "make abuse  damaged files, killed writers, random calls: minutes, with counts at the end"
-	@echo "make gpu    run the operator suite on this machine's card"
+	@echo "make gpu    run the operator and device suites on this machine's card"
 	@echo "make clean  remove the virtual environment and build outputs"
 
 $(BIN)/python:
@@ -30,7 +30,7 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/flashbias-convert $(EXAMPLE) --energy 0.99 --output $(DEMO) --force
 	$(BIN)/python scripts/demo.py $(EXAMPLE) $(DEMO)
 
-test: lint types unit interpreter
+test: lint types unit interpreter device
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -46,6 +46,10 @@ unit: $(VENV)/.installed-dev
 interpreter: $(VENV)/.installed-dev
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n auto tests/attention tests/launch_tuning \
 		tests/abuse/test_operator.py
+
+# models on a device that is not the CPU: one that only pretends to be another
+device: $(VENV)/.installed-dev
+	FLASHBIAS_DEVICE=card $(BIN)/python -m pytest -q -n auto tests/device
 
 # what `unit` and `interpreter` try a little of, in full; prints what was tried and how it ended
 abuse: $(VENV)/.installed-dev

@@ -312,8 +312,10 @@ class ScoreBiasModule(nn.Module):
                 "call the model with the input size that it was patched for",
             )
         prepared, bound = self.of_call(built, extra, without)
+        # without terms there is no tensor that tells on which device zeros would be added
+        added = prepared if prepared.bias.terms else None
         return flashbias_attention(
-            q, k, v, prepared, score_bound=bound, backend=self.backend, **kwargs
+            q, k, v, added, score_bound=bound, backend=self.backend, **kwargs
         )
 
     def of_call(

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from .builder_module import BuilderModule
@@ -17,6 +16,7 @@ from .patched_attention import PatchedAttention
 from .plan import Plan, SitePlan
 from .recipe import Recipe, Registry
 from .swap import (
+    device_of,
     patch_module,
     patch_owner,
     patched_modules,
@@ -168,15 +168,11 @@ def _require_together(name: str, below: Sequence[nn.Module], *, alone: bool) -> 
 def _placeholder(module: nn.Module, site: SitePlan) -> ScoreBias | None:
     if site.spec is None:
         return None
-    return ScoreBias.empty_from_spec(site.spec, device=_device(module))
+    return ScoreBias.empty_from_spec(site.spec, device=device_of(module))
 
 
 def _empty_modules(module: nn.Module, site: SitePlan) -> dict[str, BuilderModule]:
-    return modules_from_spec(site.spec or {}, device=_device(module))
-
-
-def _device(module: nn.Module) -> torch.device:
-    return next((p.device for p in module.parameters()), torch.device("cpu"))
+    return modules_from_spec(site.spec or {}, device=device_of(module))
 
 
 def unpatch_model(model: nn.Module, *, discard_trained: bool = False) -> int:

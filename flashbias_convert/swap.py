@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from .builder_module import BuilderModule
@@ -24,6 +25,11 @@ SUBMODULE = "score_bias"
 def patched_modules(model: nn.Module) -> list[PatchedAttention]:
     """The patched modules of a model, each once, in the order of its modules."""
     return [module for module in model.modules() if isinstance(module, PatchedAttention)]
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where the first parameter of a module is; the CPU without one."""
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -66,7 +72,7 @@ def patch_module(
     Args:
         module: an attention module that is not patched.
         recipe_class: the class that the module's recipe supplies.
-        bias: the terms; their tensors are copied.
+        bias: the terms; their tensors are copied to where the module is.
         backend: see `flashbias_attention`.
         builders: names of the builders that the class uses.
         modules: builders with weights that the class uses; copied.
@@ -84,6 +90,9 @@ def patch_module(
         raise UsageError(reason)
     terms = ScoreBiasModule(bias, backend, builders, modules, trained)
     terms.train(module.training)
+    place = device_of(module)
+    if not any(t.is_meta for t in (*module.parameters(), *terms.parameters(), *terms.buffers())):
+        terms.to(place)  # a plan may come from a model that is elsewhere
     _install(module, compose(recipe_class, type(module)), terms)
     assert isinstance(module, PatchedAttention)
     try:

@@ -1,4 +1,4 @@
-"""Run the whole operator suite on this machine's card and write down how it went.
+"""Run the operator suite and the device suite on this machine's card; write down how it went.
 
 python scripts/gpu_suite.py [--output scripts/results/gpu_suite.json] [pytest arguments]
 """
@@ -18,10 +18,14 @@ import torch
 import triton
 
 ROOT = Path(__file__).resolve().parent.parent
+SUITES = ("tests/attention", "tests/device")
+#: warnings would bury the failures
+QUIET = ("--tb=short", "-rfE", "--disable-warnings", "-W", "ignore", "-p", "no:benchmark")
+LONGEST = 20_000  # characters that are printed of tracebacks
 
 
 def main() -> int:
-    """Run pytest on tests/attention, tests/recipes and tests/gpu in parallel processes."""
+    """Run pytest on `SUITES`, or on what the arguments name, in parallel processes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "scripts/results/gpu_suite.json")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) - 2))
@@ -29,25 +33,32 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("this machine has no CUDA card", file=sys.stderr)
         return 1
-    command = [sys.executable, "-m", "pytest", "-q", "-n", str(options.workers), *rest]
-    if not any(not a.startswith("-") for a in rest):
-        command += ["tests/attention"]
+    named = [argument for argument in rest if not argument.startswith("-")]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", str(options.workers), *QUIET, *rest]
+    command += [] if named else SUITES
     start = time.time()
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    print(run.stdout[-6000:], run.stderr[-2000:], sep="\n")
-    last = next((line for line in reversed(run.stdout.splitlines()) if " in " in line), "")
-    counts = {name: int(n) for n, name in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
+    lines = run.stdout.splitlines()
+    summary = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    told = "\n".join(line for line in lines if line not in summary)
+    print(run.stderr[-2000:], told[-LONGEST:], sep="\n")
+    last = next((line for line in reversed(lines) if " in " in line), "")
+    counts = {
+        name: int(n) for n, name in re.findall(r"(\d+) (passed|failed|skipped|errors?)", last)
+    }
     result = {
         "card": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "seconds": round(time.time() - start, 1),
         "exit_code": run.returncode,
+        "suites": named or list(SUITES),
         **counts,
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result))
+    print(*summary, f"{len(summary)} tests failed, exit code {run.returncode}", sep="\n")
     return run.returncode
 
 
