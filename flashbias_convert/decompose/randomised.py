@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ..errors import UsageError
 from ..options import DecomposeOptions
-from ..terms import ScoreBias
+from ..terms import LowRank, ScoreBias
+from . import costs
 from .candidates import NO_TERM, Truncation, exact_candidates, select
 from .choose import pick, terms_of
-from .costs import LOW_RANK, relative_cost
 from .decision import Decomposition
 from .energy import rank_for_energy
 from .exact import is_row_constant
@@ -85,10 +85,23 @@ def decompose_quickly(
     return Decomposition(ScoreBias(terms, count), decisions)
 
 
+@torch.no_grad()
+def quick_factors(bias: Tensor, rank: int) -> LowRank:
+    """Nearly the best factors of this rank, of every head, whether they pay or not.
+
+    Args:
+        bias: floating point and finite, shape (*batch, H, N, M); rows are centred.
+        rank: at most the smaller of N and M.
+    """
+    return _truncated(bias.detach(), 1.0, rank, rank).term
+
+
 def affordable_rank(n: int, m: int) -> int:
     """The largest rank whose factors cost less than a dense bias over n queries and m keys."""
-    dense = relative_cost("dense", n, m)
-    return max((r for r in LOW_RANK if relative_cost("low_rank", n, m, r) < dense), default=0)
+    dense = costs.relative_cost("dense", n, m)
+    return max(
+        (r for r in costs.LOW_RANK if costs.relative_cost("low_rank", n, m, r) < dense), default=0
+    )
 
 
 def _truncated(bias: Tensor, energy: float, rank: int | None, columns: int) -> TruncatedSVD:
