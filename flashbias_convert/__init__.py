@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         UsageError,
         VerificationError,
     )
+    from .factors_once import factors_once
     from .fitting import fit_sites
     from .huggingface import FlashBiasConfig
     from .inspection import inspect_model
@@ -67,6 +68,7 @@ _MODULES = {
         "UsageError",
         "VerificationError",
     ),
+    "factors_once": ("factors_once",),
     "fitting": ("fit_sites",),
     "huggingface": ("FlashBiasConfig",),
     "inspection": ("inspect_model",),
@@ -141,6 +143,7 @@ __all__ = [
     "apply_plan",
     "benchmark_model",
     "calibrate_model",
+    "factors_once",
     "fit_sites",
     "flashbias_attention",
     "freeze_terms",

@@ -15,6 +15,7 @@ from .attention.arguments import broadcasts
 from .builder_module import BuilderModule, keeping_dtype
 from .builders import Builder, find_builder, module_entries
 from .errors import UsageError
+from .pair_memory import PairMemory
 from .terms import Lookup, Regions, RelativeTable, ScoreBias, Term
 
 
@@ -144,6 +145,8 @@ class ScoreBiasModule(nn.Module):
         #: what no score of this site exceeds, masks aside, if that is known
         self.score_bound: float | None = None
         self.mask_memo = MaskMemo()
+        #: keeps what was made of a pair representation, inside `factors_once`
+        self.pair_memory: PairMemory | None = None
         self._forget()
         text = ScoreBias.layout(self._spec).encode()
         codes = torch.tensor(list(text), dtype=torch.uint8, device=bias.device)
@@ -360,7 +363,8 @@ class ScoreBiasModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         memo = MaskMemo(self.mask_memo.doubtful)
-        return {**self.__dict__, "_prepared": {}, "_last_joined": None, "mask_memo": memo}
+        forgotten: dict[str, Any] = {"_prepared": {}, "_last_joined": None, "pair_memory": None}
+        return {**self.__dict__, **forgotten, "mask_memo": memo}
 
     def extra_repr(self) -> str:
         return f"num_heads={self._spec['num_heads']}, backend={self.backend!r}"

@@ -72,9 +72,9 @@ class Description:
         builders: names of the functions that make terms from the input of each call, see
             `flashbias_convert.builders`.
         warnings: what a user should know about this site, one sentence each.
-        depends_on_input: the bias is made from the input of each call. Factor networks have to be
-            fitted to it before the site can be converted, see `fit_sites`; `bias` is None, and the
-            recipe needs `observe`.
+        depends_on_input: the bias is made from the input of each call, and factor networks can
+            be fitted to it, see `fit_sites`; `bias` is None, and the recipe needs `observe`.
+            Without `builders`, which serve the bias as it is, a site cannot be converted before.
     """
 
     bias: Tensor | None

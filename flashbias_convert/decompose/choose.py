@@ -80,8 +80,8 @@ def decompose(
     picked = dict.fromkeys(range(num_heads), (NO_TERM, NO_TERM.why))
     for head in heads:
         exact = exact_candidates(bias, head, tables)
-        picked[head] = _pick(exact, low_rank[head], options)
-    terms = _terms(bias, {h: c.term for h, (c, _) in picked.items()}, tables, truncations)
+        picked[head] = pick(exact, low_rank[head], options)
+    terms = terms_of(bias, {h: c.term for h, (c, _) in picked.items()}, tables, truncations)
     decisions = tuple(c.decision(h, reason) for h, (c, reason) in picked.items())
     return Decomposition(ScoreBias(terms, num_heads), decisions, left_alone)
 
@@ -133,7 +133,7 @@ def _taken_by_svd(low_rank: list[Candidate], options: DecomposeOptions) -> Candi
     return min(good, key=lambda c: rank_bucket(c.rank or 0), default=None)
 
 
-def _pick(
+def pick(
     exact: list[Candidate], low_rank: list[Candidate], options: DecomposeOptions
 ) -> tuple[Candidate, str]:
     """The candidate for one head, and why.
@@ -160,7 +160,7 @@ def _pick(
 # -- terms ---------------------------------------------------------------------------------
 
 
-def _terms(
+def terms_of(
     bias: Tensor, kinds: dict[int, str], tables: Tables, truncations: list[Truncation]
 ) -> tuple[Term, ...]:
     """One term per kind, and per set of codes, for the heads that took it."""

@@ -90,7 +90,8 @@ def fit_sites(
         raise UsageError("a fit needs the model in evaluation mode", "call model.eval() first")
     recipes = tuple(recipes)
     plan = inspect_model(model, include=include, exclude=exclude, recipes=recipes, **planning)
-    dynamic = [site for site in plan.sites if site.reason == NEEDS_FIT]
+    registry = Registry(recipes)
+    dynamic = [site for site in plan.sites if _can_be_fitted(model, site, registry)]
     if not dynamic:
         raise NothingToConvertError(
             "no chosen site has a bias that depends on the input",
@@ -99,7 +100,7 @@ def fit_sites(
     batches = [_as_here(batch, model) for batch in as_inputs(inputs, model=model).batches]
     if not batches:
         raise UsageError("there are no inputs to fit to")
-    folder, registry = _folder(state), Registry(recipes)
+    folder = _folder(state)
     fitted = {}
     with restored(model, always=True):
         unpatch_all(model)
@@ -110,6 +111,14 @@ def fit_sites(
         sites = [fitted.get(site.name, site) for site in plan.sites]
         sites = together([_owner(model, site, registry) for site in sites], sites)
     return dataclasses.replace(plan, sites=sites)
+
+
+def _can_be_fitted(model: nn.Module, site: SitePlan, registry: Registry) -> bool:
+    """Whether a chosen site needs a fit, or could do with its bias as it is and have one."""
+    if site.reason == NEEDS_FIT:
+        return True
+    recipe = registry.find(model.get_submodule(site.name))
+    return site.status == "patched" and recipe is not None and recipe.observe is not None
 
 
 def _owner(model: nn.Module, site: SitePlan, registry: Registry) -> nn.Module | None:
@@ -212,7 +221,7 @@ class _Fitter:
             site,
             status="patched",
             reason=what,
-            spec=with_builders(bias.spec(), described.builders, modules),
+            spec=with_builders(bias.spec(), (), modules),  # instead of the bias as it is
             bias=bias,
             modules=modules,
         )

@@ -105,7 +105,7 @@ def _with_sizes(plan: SitePlan, description: Description) -> SitePlan:
 
 
 def _decide(plan: SitePlan, description: Description, options: DecomposeOptions) -> SitePlan:
-    if description.depends_on_input:
+    if description.depends_on_input and not description.builders:
         return replace(plan, reason=NEEDS_FIT)
     result = Decomposition(ScoreBias((), description.num_heads), ())
     if description.bias is not None:

@@ -1,0 +1,136 @@
+"""Factors of a bias that is known for a while only: quickly, by a randomised SVD.
+
+A pair representation does not change over the denoising steps of one structure, so factors that
+are made once serve them all. They must not take long to make: no full SVD, no columns that could
+not pay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..errors import UsageError
+from ..options import DecomposeOptions
+from ..terms import LowRank, ScoreBias
+from . import costs
+from .candidates import NO_TERM, Truncation, exact_candidates, select
+from .choose import pick, terms_of
+from .decision import Decomposition
+from .energy import rank_for_energy
+from .exact import is_row_constant
+from .loss import measure, row_center
+from .robust_svd import check_bias
+from .svd import TruncatedSVD, assemble
+
+#: columns beyond those wanted, and passes over the matrix, of the randomised SVD
+OVERSAMPLING, PASSES = 8, 2
+
+
+@torch.no_grad()
+def decompose_quickly(
+    bias: Tensor,
+    *,
+    energy: float = 0.99,
+    rank: int | None = None,
+    max_attention_error: float = 0.25,
+    name: str = "",
+) -> Decomposition:
+    """Factors for the heads where they cost less than the bias itself, which the others keep.
+
+    Rows are centred first, and draws are seeded: the same bias gives the same factors, and the
+    caller's random numbers stay what they were.
+
+    Args:
+        bias: floating point, shape (*batch, H, N, M), without masks.
+        energy: share of the squared singular values to keep, in (0, 1].
+        rank: this rank for every head instead, whatever it loses; what it loses is measured.
+        max_attention_error: see `DecomposeOptions`.
+        name: the site, for messages.
+
+    Returns:
+        Terms, and a decision per head. Ranks whose factors cost no less than a dense bias
+        (`costs.relative_cost`) are not even looked for, unless `rank` asks for one.
+
+    Raises:
+        UsageError: a rank or an energy that makes no sense.
+        DecompositionError: NaN or infinity in the bias.
+    """
+    options = DecomposeOptions(energy=energy, max_attention_error=max_attention_error)
+    if rank is not None:
+        if type(rank) is not int or rank < 1:
+            raise UsageError(f"rank must be a positive integer, got {rank!r}")
+        options = DecomposeOptions(energy=1e-12, max_attention_error=1.0)
+    bias = bias.detach()
+    check_bias(bias, name)
+    count, (n, m) = bias.shape[-3], bias.shape[-2:]
+    constant = is_row_constant(bias).reshape(-1, count).all(0).tolist()
+    heads = [h for h in range(count) if not constant[h]]
+    picked = dict.fromkeys(range(count), (NO_TERM, NO_TERM.why))
+    columns = min(n, m, rank or affordable_rank(n, m))
+    truncations = []
+    if heads and columns and options.energy < 1.0:
+        some = select(bias, heads)
+        svd = _truncated(some, energy, rank, columns)
+        truncations.append(Truncation(heads, svd, measure(some, svd.term)))
+    found = truncations[0].candidates(n, m) if truncations else {}
+    for head in heads:
+        low_rank = [found[head]] if head in found else []
+        picked[head] = pick(exact_candidates(bias, head, []), low_rank, options)
+    terms = terms_of(bias, {h: c.term for h, (c, _) in picked.items()}, [], truncations)
+    decisions = tuple(c.decision(h, reason) for h, (c, reason) in picked.items())
+    return Decomposition(ScoreBias(terms, count), decisions)
+
+
+@torch.no_grad()
+def quick_factors(bias: Tensor, rank: int) -> LowRank:
+    """Nearly the best factors of this rank, of every head, whether they pay or not.
+
+    Args:
+        bias: floating point and finite, shape (*batch, H, N, M); rows are centred.
+        rank: at most the smaller of N and M.
+    """
+    return _truncated(bias.detach(), 1.0, rank, rank).term
+
+
+def affordable_rank(n: int, m: int) -> int:
+    """The largest rank whose factors cost less than a dense bias over n queries and m keys."""
+    dense = costs.relative_cost("dense", n, m)
+    return max(
+        (r for r in costs.LOW_RANK if costs.relative_cost("low_rank", n, m, r) < dense), default=0
+    )
+
+
+def _truncated(bias: Tensor, energy: float, rank: int | None, columns: int) -> TruncatedSVD:
+    """Balanced factors, each head at its rank, or at all columns where they do not suffice."""
+    wide = bias if bias.dtype == torch.float64 else bias.float()
+    matrix = row_center(wide).reshape(-1, *bias.shape[-3:])  # (B, H, N, M)
+    size = min(columns + OVERSAMPLING, *matrix.shape[-2:])
+    with _own_random_numbers(matrix.device):
+        u, values, v = torch.svd_lowrank(matrix, q=size, niter=PASSES)
+    kept = values.double().square().cumsum(-1)
+    total = matrix.double().square().sum((-2, -1))
+    rest = (total - kept[..., -1]).clamp(min=0).sqrt()  # what no column holds, as one value more
+    known = torch.cat([values.double(), rest[..., None]], -1).sort(-1, descending=True).values
+    needed = [columns] * matrix.shape[1]
+    if rank is None:
+        wanted = rank_for_energy(known, energy).amax(0)
+        needed = [min(int(r), columns) for r in wanted]
+    root = values[..., :columns].sqrt().unsqueeze(-2)
+    sides = ((u[..., :columns] * root).float(), (v[..., :columns] * root).float())
+    pieces = [(sides[0][:, h], sides[1][:, h]) for h in range(len(needed))]
+    lost = [(total[:, h] - kept[:, h, r - 1]).clamp(min=0) for h, r in enumerate(needed)]
+    rms = (torch.stack(lost, -1) / (matrix.shape[-2] * matrix.shape[-1])).sqrt()
+    return assemble(pieces, needed, rms, bias.shape[:-3])
+
+
+@contextlib.contextmanager
+def _own_random_numbers(device: torch.device) -> Iterator[None]:
+    """Seeded draws that leave the generators of the caller as they were."""
+    cards = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cards):
+        torch.manual_seed(0)
+        yield

@@ -1,0 +1,80 @@
+"""Factors once per structure: for pair representations that stay the same for many calls."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+
+from .errors import UsageError
+from .pair_attention import PairAttention
+from .pair_memory import PairMemory
+from .selection import Choice
+
+
+@contextlib.contextmanager
+def factors_once(
+    model: nn.Module,
+    *,
+    energy: float = 0.99,
+    rank: int | None = None,
+    max_attention_error: float = 0.25,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    unchanged: bool = False,
+) -> Iterator[tuple[PairMemory, ...]]:
+    """Inside, sites keep what they made of a pair representation that comes again.
+
+    In the diffusion of AlphaFold 3 the pair representation of a structure is the same at all
+    denoising steps, and so is every layer's bias. When a site sees the same tensor a second time,
+    its bias goes through one randomised SVD; later calls use the factors, or, for heads where
+    factors cost more than they save or lose too much, the dense bias, without projecting it again.
+    A tensor that was written to, or another one, starts anew, and so do other weights. Under
+    ``torch.inference_mode`` tensors do not count their writes: do not change one in place there.
+
+    Factors hold for any mask. Padding counts as much as other tokens for what they keep.
+
+    Args:
+        model: patched. Compiled calls, and calls that need gradients of the pair representation,
+            use the bias as it is; so do sites with fitted factor networks.
+        energy: share of the squared singular values of the row-centred bias to keep.
+        rank: this rank for every head instead, where it costs less than a dense bias.
+        max_attention_error: see `DecomposeOptions`; not for `rank`.
+        include, exclude: see `inspect_model`.
+        unchanged: vouch that each chosen site sees one pair representation only, although every
+            call brings a copy of it (Protenix casts it at each step). Needs `include`.
+
+    Yields:
+        The memory of each site, with its decisions and how many calls it has served.
+
+    Raises:
+        UsageError: no patched site has such a bias, or `unchanged` without `include`.
+    """
+    include = [include] if isinstance(include, str) else list(include)
+    if unchanged and not include:
+        raise UsageError(
+            "unchanged=True is for chosen sites: in others the bias does change",
+            "name the sites of the diffusion module with include=",
+        )
+    sites = {
+        name: module for name, module in model.named_modules() if isinstance(module, PairAttention)
+    }
+    choice = Choice(include, exclude, list(sites))
+    chosen = {n: m for n, m in sites.items() if choice.reason_against([n]) is None}
+    if not chosen:
+        raise UsageError(
+            "no patched site has a bias of a pair representation", "call patch_model first"
+        )
+    memories = {
+        name: PairMemory(name, energy, rank, max_attention_error, unchanged) for name in chosen
+    }
+    before = {name: module.score_bias.pair_memory for name, module in chosen.items()}
+    for name, module in chosen.items():
+        module.score_bias.pair_memory = memories[name]
+    try:
+        yield tuple(memories.values())
+    finally:
+        for name, module in chosen.items():
+            module.score_bias.pair_memory = before[name]
+            memories[name].forget()

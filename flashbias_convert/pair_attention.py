@@ -1,0 +1,92 @@
+"""What recipes for biases of a pair representation share (AlphaFold 2 and 3, ESMFold).
+
+Such a bias is projected anew from the input of each call. There are three ways to serve it: as it
+is, a dense term that the kernel adds (exact); from factor networks that were fitted to the site,
+see `fit_sites`; and, while the pair representation stays what it is, from factors that are made
+once, see `factors_once`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .attention import flashbias_attention
+from .decompose.factor_networks import FactorNetworks
+from .patched_attention import PatchedAttention
+from .recipe import Description, Observed
+
+
+@dataclass(frozen=True, eq=False)
+class PairCall:
+    """One call of a site.
+
+    Attributes:
+        q, k, v: shapes (*batch, H, N, D), (*batch, H, M, D) and (*batch, H, M, Dv).
+        source: the tensor that the bias is made from; as long as it is the same, so is the bias.
+        bias: makes the bias, (*batch, H, N, M); a batch dimension that shares it has size 1.
+        features: makes features of the tokens for factor networks, (*batch, N, C).
+        key_mask: bool, (*batch, M), False for keys that nobody may see; None means all count.
+        tokens: bool, (*batch, N) with the batch dimensions of the bias: which tokens count.
+        scale: of the scores.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    source: Tensor
+    bias: Callable[[], Tensor]
+    features: Callable[[], Tensor]
+    key_mask: Tensor | None = None
+    tokens: Tensor | None = None
+    scale: float = 1.0
+
+    def observed(self) -> Observed:
+        """What a fit needs to know of this call."""
+        x = self.features()
+        return Observed(x, x, self.bias(), self.tokens, self.q, self.k, self.v, scale=self.scale)
+
+
+class PairAttention(PatchedAttention):
+    """Base of patched attention whose bias is projected from a pair representation."""
+
+    def bias_weights(self) -> tuple[Tensor, ...]:
+        """What the site itself projects its bias with."""
+        raise NotImplementedError
+
+    def bias_sources(self) -> tuple[Tensor | Hashable, ...]:
+        # a projected bias follows its weights; networks were fitted to what these were
+        return self.bias_weights() if self._is_fitted() else ()
+
+    def _is_fitted(self) -> bool:
+        return FactorNetworks.kind in self.score_bias.builder_modules()
+
+    def attend(self, call: PairCall) -> Tensor:
+        """Attention with the bias of this call, shape (*batch, H, N, Dv)."""
+        kwargs: dict[str, Any] = {"scale": call.scale, "key_mask": call.key_mask}
+        if self._is_fitted():
+            x = call.features()
+            built = {FactorNetworks.kind: {"x_q": x, "x_k": x}}
+            return self.score_bias(call.q, call.k, call.v, built=built, **kwargs)
+        memory = self.score_bias.pair_memory
+        if memory is not None and memory.serves(call.source):
+            prepared = memory.prepared(call.source, self.bias_weights(), call.bias)
+            backend = self.score_bias.backend
+            return flashbias_attention(call.q, call.k, call.v, prepared, backend=backend, **kwargs)
+        built = {"dense": {"bias": call.bias()}}
+        return self.score_bias(call.q, call.k, call.v, built=built, **kwargs)
+
+
+def described(heads: int, tokens: int | None, head_dim: int) -> Description:
+    """A site whose bias comes dense in each call, and can be fitted.
+
+    Args:
+        heads: H.
+        tokens: to plan for; models leave it open, and 384 is the usual crop of training.
+        head_dim: D.
+    """
+    n = tokens or 384
+    return Description(None, heads, n, n, head_dim, builders=("dense",), depends_on_input=True)

@@ -1,0 +1,79 @@
+"""What recipes for triangle attention share: OpenFold's class, and those that follow it.
+
+Row i of the pair representation attends along it, and all rows share one bias, which is projected
+from the same representation (AlphaFold 2, algorithms 13 and 14). The ending node is the same on
+the transpose.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from .pair_attention import PairAttention, PairCall, described
+from .pair_features import pair_features
+from .recipe import Description, Observed, Site
+
+
+class TriangleAttention(PairAttention):
+    """`TriangleAttention`; projections and gate stay with its `mha`.
+
+    Arguments that choose a kernel, or chunks for the rows, are ignored: no scores are in memory. A
+    mask holds ones and zeros. A row without any visible key gives zeros, not a mean of padding.
+    """
+
+    starting: bool
+    layer_norm: nn.Module
+    linear: nn.Linear
+    mha: nn.Module
+
+    def bias_weights(self) -> tuple[Tensor, ...]:
+        norm = self.layer_norm
+        weights = (self.linear.weight, getattr(norm, "weight", None), getattr(norm, "bias", None))
+        return tuple(w for w in weights if isinstance(w, Tensor))
+
+    def flashbias_forward(
+        self, x: Tensor, mask: Tensor | None = None, *_: Any, **__: Any
+    ) -> Tensor:
+        normed, call = triangle_call(self, x, mask)
+        out = self.attend(call).transpose(-2, -3)  # (*, I, J, H, D)
+        merged: Tensor = self.mha._wrap_up(out, normed)  # type: ignore[operator]
+        return merged if self.starting else merged.transpose(-2, -3)
+
+
+def triangle_call(module: Any, x: Tensor, mask: Tensor | None) -> tuple[Tensor, PairCall]:
+    """The normed pair representation as its rows attend, and what they attend with.
+
+    Args:
+        module: a triangle attention, patched or not.
+        x: pair representation, shape (*, I, J, C).
+        mask: ones and zeros, shape (*, I, J), or None.
+    """
+    source, seen = x, None if mask is None else mask == 1
+    if not module.starting:
+        x = x.transpose(-2, -3)
+        seen = None if seen is None else seen.transpose(-1, -2)
+    x = module.layer_norm(x)
+    # somebody sees a token that counts; in the outer product of a mask all others are hidden
+    tokens = None if seen is None else seen.any(-2)
+    q, k, v = module.mha._prep_qkv(x, x)  # (*, I, H, J, D), q scaled
+    call = PairCall(
+        q, k, v, source,
+        bias=lambda: module.linear(x).movedim(-1, -3).unsqueeze(-4),  # (*, 1, H, J, K)
+        features=lambda: pair_features(x, mask=tokens).unsqueeze(-3),
+        key_mask=seen,
+        tokens=None if tokens is None else tokens.unsqueeze(-2),
+    )  # fmt: skip
+    return x, call
+
+
+def observe(module: Any, x: Tensor, mask: Tensor | None = None, *_: Any, **__: Any) -> Observed:
+    """What a call says about the bias, see `Recipe.observe`."""
+    return triangle_call(module, x, mask)[1].observed()
+
+
+def describe(site: Site) -> Description:
+    """A dense term, made in each call."""
+    module: Any = site.module
+    return described(module.no_heads, site.tokens, module.c_hidden)

@@ -1,0 +1,267 @@
+"""Boltz, Protenix and OpenFold, where they are installed: patched classes against the originals.
+
+None of them is a dependency; each is tested alone, module by module, with random weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flashbias_convert import factors_once, inspect_model, patch_model
+from tests.recipes import model_parity as parity
+from tests.recipes.model_parity import Case, randomised
+
+N, PAIR, SINGLE, HEADS = 9, 8, 12, 2
+TRIANGLES = {
+    "boltz": "boltz.model.layers.triangular_attention.attention",
+    "protenix": "protenix.model.triangular.triangular",
+    "openfold": "openfold.model.triangular_attention",
+}
+PATHS = ((torch.float32, "sdpa"), (torch.float32, "eager"), (torch.bfloat16, "sdpa"))
+
+
+@pytest.fixture(autouse=True)
+def plain_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Protenix compiles a kernel for its layer norms unless it is told not to."""
+    monkeypatch.setenv("LAYERNORM_TYPE", "torch")
+
+
+def imported(path: str) -> Any:
+    """A module of a package that may not be there, or may need what is not there."""
+    pytest.importorskip(path.partition(".")[0])
+    return pytest.importorskip(path, exc_type=ImportError)
+
+
+def numbers(model: nn.Module, *shape: int, seed: int = 1) -> Tensor:
+    """The same in each dtype."""
+    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return made.bfloat16().to(next(model.parameters()).dtype)
+
+
+def padding(like: Tensor, copies: int = 1) -> Tensor:
+    """Ones and zeros, (2 * copies, N)."""
+    mask = torch.ones(2, N, dtype=like.dtype)
+    mask[0, -3:] = 0
+    return mask.repeat_interleave(copies, 0)
+
+
+# -- triangle attention --------------------------------------------------------------------
+
+
+def triangle(package: str, starting: bool) -> Case:
+    def make() -> Any:
+        cls = imported(TRIANGLES[package]).TriangleAttention
+        return randomised(nn.ModuleList([cls(PAIR, 4, HEADS, starting=starting)]), 0.4, linear=1.0)
+
+    def run(model: Any) -> Tensor:
+        z = numbers(model, 2, N, N, PAIR)
+        real = padding(z)
+        pairs = real[:, :, None] * real[:, None]
+        out: Tensor = model[0](z, mask=pairs)
+        return out[pairs.bool()]
+
+    return Case(make, run, ("0.linear.weight",), {"patched": 1})
+
+
+@pytest.mark.parametrize(("dtype", "backend"), PATHS)
+@pytest.mark.parametrize("starting", [True, False])
+@pytest.mark.parametrize("package", TRIANGLES)
+def test_triangles(package: str, starting: bool, dtype: torch.dtype, backend: str) -> None:
+    parity.check_values(triangle(package, starting), dtype, backend)
+
+
+@pytest.mark.parametrize("package", TRIANGLES)
+def test_triangles_come_and_go(package: str) -> None:
+    parity.check_comes_and_goes(triangle(package, True), pickles=False)
+    parity.check_follows_weights(triangle(package, False))
+    parity.check_training(triangle(package, False))
+
+
+# -- attention with pair bias of Boltz -----------------------------------------------------
+
+
+def boltz(version: int, samples: int) -> Case:
+    """Two structures, some samples of each, and padding."""
+    name = "attention" if version == 1 else "attentionv2"
+
+    def make() -> Any:
+        cls = imported(f"boltz.model.layers.{name}").AttentionPairBias
+        return randomised(nn.ModuleList([cls(SINGLE, PAIR, HEADS)]), 0.4, proj_z=1.0)
+
+    def run(model: Any) -> Tensor:
+        s = numbers(model, 2 * samples, N, SINGLE)
+        z = numbers(model, 2, N, N, PAIR, seed=2)
+        more = {} if version == 1 else {"k_in": s}
+        out: Tensor = model[0](s, z, padding(s, samples), multiplicity=samples, **more)
+        return out
+
+    return Case(make, run, ("proj_z.1.weight",), {"patched": 1})
+
+
+BOLTZ = [(1, 1), (1, 3), (2, 1), (2, 3)]
+
+
+@pytest.mark.parametrize(("dtype", "backend"), PATHS)
+@pytest.mark.parametrize(("version", "samples"), BOLTZ)
+def test_boltz(version: int, samples: int, dtype: torch.dtype, backend: str) -> None:
+    case = boltz(version, samples)
+    # the original takes the scores of a double model in fp32, which is no truth
+    with exact_scores():
+        parity.check_values(case, dtype, backend)
+
+
+class exact_scores:
+    """Inside, `float()` leaves double tensors as they are."""
+
+    def __enter__(self) -> None:
+        self.patch = pytest.MonkeyPatch()
+        narrow = Tensor.float
+
+        def widest(tensor: Tensor) -> Tensor:
+            return tensor if tensor.dtype == torch.float64 else narrow(tensor)
+
+        self.patch.setattr(Tensor, "float", widest)
+
+    def __exit__(self, *_: object) -> None:
+        self.patch.undo()
+
+
+def test_boltz_comes_and_goes() -> None:
+    parity.check_comes_and_goes(boltz(1, 2), pickles=False)
+    parity.check_training(boltz(2, 2))
+
+
+def test_boltz_windows_and_caches() -> None:
+    """Windows of atoms have other keys than queries, and a projected bias can be handed on."""
+    model = boltz(1, 1).make()
+    s, z = numbers(model, 2, N, SINGLE), numbers(model, 2, N, N - 2, PAIR)
+
+    def run(cache: dict[str, Any]) -> Tensor:
+        with torch.no_grad():
+            keys: Callable[[Tensor], Tensor] = lambda x: x[:, 2:]  # noqa: E731
+            out: Tensor = model[0](s, z, padding(s), to_keys=keys, model_cache=cache)
+        return out
+
+    plain, cache = run({}), {}
+    patch_model(model, backend="sdpa", force_all=True)
+    torch.testing.assert_close(run(cache), plain)
+    assert cache["z"].shape == (2, HEADS, N, N - 2)
+    cache["z"] = torch.zeros_like(cache["z"])
+    assert (run(cache) - plain).abs().max() > 0.01  # it was read
+
+
+def test_boltz_with_a_bias_that_is_handed_over() -> None:
+    module = imported("boltz.model.layers.attentionv2").AttentionPairBias
+    model = randomised(nn.ModuleList([module(SINGLE, None, HEADS, compute_pair_bias=False)]), 0.4)
+    s, bias = numbers(model, 2, N, SINGLE), numbers(model, 2, N, N, HEADS, seed=2)
+    with torch.no_grad():
+        plain = model[0](s, bias, padding(s), s)
+        patch_model(model, backend="sdpa", force_all=True)
+        torch.testing.assert_close(model[0](s, bias, padding(s), s), plain)
+
+
+def test_boltz_denoising_steps_share_factors() -> None:
+    """Each step brings other samples and the same pairs."""
+    case = boltz(2, 2)
+    model = case.make()
+    z = numbers(model, 2, N, N, PAIR, seed=2)
+
+    def steps() -> list[Tensor]:
+        found = []
+        for step in range(4):
+            s = numbers(model, 4, N, SINGLE, seed=10 + step)
+            found.append(model[0](s, z, padding(s, 2), k_in=s, multiplicity=2))
+        return found
+
+    with torch.no_grad():
+        plain = steps()
+        patch_model(model, backend="sdpa", force_all=True)
+        with factors_once(model, rank=N) as memories:
+            out = steps()
+    assert [(m.calls, m.served) for m in memories] == [(4, 2)]
+    assert {d.term for d in memories[0].decisions} == {"low_rank"}
+    for ours, theirs in zip(out, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+# -- attention with pair bias of Protenix --------------------------------------------------
+
+
+def protenix(has_s: bool = True, fused: bool = False) -> Case:
+    def make() -> Any:
+        cls = imported("protenix.model.modules.transformer").AttentionPairBias
+        made = cls(has_s=has_s, n_heads=HEADS, c_a=SINGLE, c_s=6, c_z=PAIR)
+        made.attention.use_efficient_implementation = False  # it cannot do other than fp32
+        return randomised(nn.ModuleList([made]), 0.4, linear_nobias_z=1.0)
+
+    def run(model: Any) -> Tensor:
+        a, s = numbers(model, 3, N, SINGLE), numbers(model, 3, N, 6, seed=3)
+        z = numbers(model, 1, N, N, PAIR, seed=2)
+        if fused:
+            z = torch.nn.functional.layer_norm(z, (PAIR,)).movedim(-1, -3).contiguous()
+        out: Tensor = model[0](a, s, z, enable_efficient_fusion=fused)
+        return out
+
+    return Case(make, run, ("linear_nobias_z.weight",), {"patched": 1})
+
+
+@pytest.mark.parametrize(("dtype", "backend"), PATHS)
+@pytest.mark.parametrize(("has_s", "fused"), [(True, False), (False, False), (True, True)])
+def test_protenix(
+    has_s: bool, fused: bool, dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    primitives = imported("protenix.model.modules.primitives")
+    original = primitives._attention
+
+    def with_truth(q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor, **kwargs: Any) -> Tensor:
+        if q.dtype == torch.float64:  # the original goes through fp32
+            return (q @ k.mT + attn_bias).softmax(-1) @ v
+        out: Tensor = original(q, k, v, attn_bias, **kwargs)
+        return out
+
+    monkeypatch.setattr(primitives, "_attention", with_truth)
+    parity.check_values(protenix(has_s, fused), dtype, backend)
+
+
+def test_protenix_comes_and_goes() -> None:
+    parity.check_comes_and_goes(protenix(), pickles=False)
+    parity.check_training(protenix(False))
+
+
+def test_protenix_pairs_without_a_batch_go_to_the_original() -> None:
+    """It spreads the heads of such a bias over the samples."""
+    model = protenix().make()
+    a, s = numbers(model, HEADS, N, SINGLE), numbers(model, HEADS, N, 6, seed=3)
+    z = numbers(model, N, N, PAIR, seed=2)
+    with torch.no_grad():
+        plain = model[0](a, s, z)
+        patch_model(model, backend="sdpa", force_all=True)
+        assert torch.equal(model[0](a, s, z), plain)
+
+
+def test_protenix_windows_of_atoms_are_refused() -> None:
+    cls = imported("protenix.model.modules.transformer").AttentionPairBias
+    made = cls(n_heads=HEADS, c_a=SINGLE, c_s=6, c_z=PAIR, cross_attention_mode=True)
+    (site,) = inspect_model(nn.ModuleList([made])).sites
+    assert site.status == "unsupported" and "windows of atoms" in site.reason
+
+
+def test_protenix_copies_of_pairs_need_a_word() -> None:
+    """It casts the representation at each step; the caller can vouch that it stays."""
+    model = protenix().make()
+    patch_model(model, backend="sdpa", force_all=True)
+    z, a = numbers(model, 1, N, N, PAIR), numbers(model, 1, N, SINGLE)
+    s = numbers(model, 1, N, 6)
+    for unchanged, served in ((False, 0), (True, 2)):
+        with (
+            torch.no_grad(),
+            factors_once(model, rank=N, include=["0"], unchanged=unchanged) as (memory,),
+        ):
+            for _ in range(3):
+                model[0](a, s, z.clone())
+        assert (memory.calls, memory.served) == (3, served)
