@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flashbias_convert.checkpoint.architecture import Architecture
+from flashbias_convert.swap import patched_modules
 from tests.checkpoint.models import ARGS, NAME, images, tiny_model
 from tests.recipes.test_transformers_alibi import make
 from tests.recipes.test_transformers_distance import t5, tokens
@@ -62,6 +64,14 @@ def on(device: torch.device, call: Any, dtype: torch.dtype | None = None) -> Any
     if isinstance(call, dict):
         return {name: on(device, value, dtype) for name, value in call.items()}
     return call.to(device, dtype if call.is_floating_point() else None)
+
+
+def plainly(model: Any, device: torch.device) -> Any:
+    """A copy on a device whose attention is computed by its plainest backend there."""
+    copied = copy.deepcopy(model).to(device)
+    for site in patched_modules(copied):
+        site.score_bias.backend = "eager"
+    return copied
 
 
 @torch.no_grad()

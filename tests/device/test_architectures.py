@@ -14,7 +14,7 @@ from flashbias_convert import patch_model
 from tests.probing import architectures
 from tests.support import assert_parity
 
-from .models import on
+from .models import on, plainly
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 NAMES = (
@@ -45,7 +45,7 @@ def moved(device: torch.device, call: Any, dtype: torch.dtype | None = None) -> 
 def test_an_architecture_computes_the_same(name: str, method: str, device: torch.device) -> None:
     model, call = getattr(architectures, name)()
     patch_model(model, method=method, force_all=True)
-    plain = first_output(model, call)
+    plain = first_output(plainly(model, device), moved(device, call))
     cpu = torch.device("cpu")
     truth = first_output(model.double(), moved(cpu, call, torch.float64))
     model, _ = getattr(architectures, name)()
@@ -55,4 +55,4 @@ def test_an_architecture_computes_the_same(name: str, method: str, device: torch
     assert {t.device for t in [*model.parameters(), *model.buffers()]} == {device}
     out = first_output(model, moved(device, call))
     assert out.device == device
-    assert_parity(out.cpu(), plain, truth)
+    assert_parity(out.cpu(), plain.cpu(), truth)

@@ -22,7 +22,7 @@ from flashbias_convert import (
 from flashbias_convert.swap import patched_modules
 from tests.support import assert_parity
 
-from .models import CASES, Case, on, outputs, padded
+from .models import CASES, Case, on, outputs, padded, plainly
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 CPU = torch.device("cpu")
@@ -44,14 +44,14 @@ def converted(case: Case, device: torch.device, **options: Any) -> Any:
 
 
 def assert_equals_the_cpu(case: Case, model: nn.Module, device: torch.device) -> None:
-    """As close to float64 on the CPU as the same terms in the model's dtype on the CPU are."""
+    """As close to float64 on the CPU as the same terms are by the plainest computation here."""
     assert patched_modules(model) and all_on(model, device)
-    here = copy.deepcopy(model).to("cpu")
-    plain = outputs(here, case.call())
-    truth = outputs(copy.deepcopy(here).double(), on(CPU, case.call(), torch.float64))
+    plain = outputs(plainly(model, device), on(device, case.call()))
+    wide = copy.deepcopy(model).to("cpu").double()
+    truth = outputs(wide, on(CPU, case.call(), torch.float64))
     out = outputs(model, on(device, case.call()))
     assert out.device == device
-    assert_parity(out.cpu(), plain, truth)
+    assert_parity(out.cpu(), plain.cpu(), truth)
 
 
 # -- planning and patching -----------------------------------------------------------------
