@@ -33,7 +33,7 @@ def eager_attention(
     scores = (query @ key.transpose(-1, -2)) * args.scale_for_heads(q, dtype)
     if score_scale is not None:
         scores = scores * score_scale.dense(q.shape[-2], k.shape[-2], dtype=dtype)
-    if bias is not None:
+    if bias is not None and bias.terms:  # without terms it has no device either
         scores = scores + dense_bias(bias, q.shape[-2], k.shape[-2], args, dtype)
     visible = visible_keys(q, k, args)
     if visible is not None:
