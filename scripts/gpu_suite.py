@@ -6,6 +6,7 @@ python scripts/gpu_suite.py [--output scripts/results/gpu_suite.json] [pytest ar
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -22,6 +23,14 @@ SUITES = ("tests/attention", "tests/device")
 #: warnings would bury the failures
 QUIET = ("--tb=short", "-rfE", "--disable-warnings", "-W", "ignore", "-p", "no:benchmark")
 LONGEST = 20_000  # characters that are printed of tracebacks
+
+
+def digest(folder: Path) -> str:
+    """Of all sources in a folder: says whether a result is that of the code one looks at."""
+    found = hashlib.sha256()
+    for file in sorted(folder.glob("*.py")):
+        found.update(file.name.encode() + file.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def main() -> int:
@@ -52,6 +61,7 @@ def main() -> int:
         "triton": triton.__version__,
         "seconds": round(time.time() - start, 1),
         "exit_code": run.returncode,
+        "attention_sha256": digest(ROOT / "flashbias_convert/attention"),
         "suites": named or list(SUITES),
         **counts,
     }
