@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flashbias_convert.about import About
 from flashbias_convert.causal_owner import bound_arguments
 from flashbias_convert.pair_attention import PairAttention, PairCall, described
 from flashbias_convert.pair_features import pair_features
@@ -101,4 +102,9 @@ recipe = Recipe(
     attention=BoltzAttentionPairBias,
     describe=describe,
     observe=observe,
+    about=About(
+        models="pairformer and diffusion transformer of Boltz-1 and Boltz-2",
+        exact="padding mask, pair bias (or factors once per structure, `factors_once`)",
+        n="residues of the structure",
+    ),
 )

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flashbias_convert.about import About
 from flashbias_convert.pair_attention import PairAttention, PairCall, described
 from flashbias_convert.pair_features import pair_features
 from flashbias_convert.recipe import Description, Observed, Recipe, Site, UnsupportedSite
@@ -111,4 +112,9 @@ recipe = Recipe(
     attention=ProtenixAttentionPairBias,
     describe=describe,
     observe=observe,
+    about=About(
+        models="pairformer and diffusion transformer of Protenix",
+        exact="padding mask, pair bias (or factors once per structure, `factors_once`)",
+        n="residues of the structure",
+    ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flashbias_convert.about import About
 from flashbias_convert.recipe import Recipe
 from flashbias_convert.triangle_attention import TriangleAttention, describe, observe
 
@@ -14,4 +15,9 @@ recipe = Recipe(
     attention=TriangleAttention,
     describe=describe,
     observe=observe,
+    about=About(
+        models="ESMFold, triangle attention, starting and ending node",
+        exact="padding mask, pair bias shared by all rows",
+        n="residues of the structure",
+    ),
 )
