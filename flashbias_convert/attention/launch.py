@@ -18,7 +18,7 @@ from torch import Tensor
 from .local_settings import settings_for
 from .packing import SMALLEST_SCALE, GroupSpec
 from .strides import TAILS, VECTORS, batch_entry, batch_strides, collapse_batch, own_strides
-from .tuning import LaunchSettings
+from .tuning import LaunchSettings, LaunchShape
 
 #: Batch dimensions that the kernel can tell apart.
 MAX_BATCH_DIMS = 3
@@ -164,7 +164,7 @@ def make_plan(
     n, m, d, dv = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     heads = q.shape[-3] if spec.heads is None else len(spec.heads)
     half = q.dtype != torch.float32
-    settings = _forced or settings_for(q.device, **shape_of(spec, tensors))
+    settings = _forced or settings_for(q.device, shape_of(spec, tensors))
     values: dict[str, Any] = dict.fromkeys([f"{name}_ptr" for name in (*TAILS, *VECTORS)])
     values |= dict.fromkeys([f"{name}_strides" for name in TAILS])
     for name, own in zip(walked, strides, strict=True):
@@ -207,17 +207,17 @@ def make_plan(
     )
 
 
-def shape_of(spec: GroupSpec, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What launch settings depend on; see `tuning.launch_settings`."""
+def shape_of(spec: GroupSpec, tensors: Mapping[str, Tensor]) -> LaunchShape:
+    """What the settings of a launch depend on."""
     q, v = tensors["q"], tensors["v"]
-    return {
-        "n": q.shape[-2],
-        "d": padded(q.shape[-1]),
-        "dv": padded(v.shape[-1]),
-        "columns": spec.columns,
-        "half": q.dtype != torch.float32,
-        "terms": spec.tensors,
-    }
+    return LaunchShape(
+        n=q.shape[-2],
+        d=padded(q.shape[-1]),
+        dv=padded(v.shape[-1]),
+        columns=spec.columns,
+        half=q.dtype != torch.float32,
+        terms=spec.tensors,
+    )
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -10,75 +10,30 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .tuning import LaunchSettings, launch_settings
+from .tuning import LaunchSettings, LaunchShape, launch_settings
 
 #: Version of the file.
 VERSION = 1
 #: Where files lie, unless this environment variable names another folder.
 FOLDER_VARIABLE = "FLASHBIAS_TUNING"
-#: Longer sequences than this are told apart by powers of two only.
-LONGEST_EXACT = 1024
 
 
-@dataclass(frozen=True)
-class ShapeClass:
-    """Calls that share their launch settings.
-
-    Attributes:
-        n: queries; of long sequences the next power of two.
-        d, dv: head sizes, padded to powers of two.
-        columns: padded number of factor columns.
-        half: fp16 or bf16 inputs.
-        terms: names of the tensors that the kernel reads besides q, k and v, sorted.
-    """
-
-    n: int
-    d: int
-    dv: int
-    columns: int
-    half: bool
-    terms: tuple[str, ...]
-
-    @classmethod
-    def of(
-        cls, *, n: int, d: int, dv: int, columns: int, half: bool, terms: Collection[str]
-    ) -> ShapeClass:
-        """The class of a call; see `tuning.launch_settings` for the arguments."""
-        length = n if n <= LONGEST_EXACT else 1 << (n - 1).bit_length()
-        return cls(length, d, dv, columns, half, tuple(sorted(terms)))
-
-
-def settings_for(
-    device: torch.device,
-    *,
-    n: int,
-    d: int,
-    dv: int,
-    columns: int,
-    half: bool,
-    terms: Collection[str],
-) -> LaunchSettings:
-    """Settings for one launch: what was measured here, else the rule.
-
-    Args:
-        device: of the tensors.
-        n, d, dv, columns, half, terms: see `tuning.launch_settings`.
-    """
-    shape = {"n": n, "d": d, "dv": dv, "columns": columns, "half": half, "terms": terms}
+def settings_for(device: torch.device, shape: LaunchShape) -> LaunchSettings:
+    """Settings for one launch on a device: what was measured here, else the rule."""
     if device.type == "cuda":
         found = _measured(torch.cuda.get_device_name(device))
-        own = found.get(ShapeClass.of(**shape)) if found else None  # type: ignore[arg-type]
+        own = found.get(shape.rounded()) if found else None
         if own is not None:
             return own
-    return launch_settings(**shape)  # type: ignore[arg-type]
+    return launch_settings(shape)
 
 
 def settings_file(card: str) -> Path:
@@ -93,7 +48,7 @@ def settings_file(card: str) -> Path:
 
 
 @cache
-def _measured(card: str) -> Mapping[ShapeClass, LaunchSettings]:
+def _measured(card: str) -> Mapping[LaunchShape, LaunchSettings]:
     try:
         file = settings_file(card)
         content = file.read_text()
@@ -110,7 +65,7 @@ def _measured(card: str) -> Mapping[ShapeClass, LaunchSettings]:
         return {}
 
 
-def parse_settings(text: str) -> dict[ShapeClass, LaunchSettings]:
+def parse_settings(text: str) -> dict[LaunchShape, LaunchSettings]:
     """What a file of this text holds.
 
     Raises:
@@ -126,7 +81,7 @@ def parse_settings(text: str) -> dict[ShapeClass, LaunchSettings]:
         own = LaunchSettings(**entry["settings"])
         if not all(_power_of_two(size) for size in (own.block_m, own.block_n, own.num_warps)):
             raise ValueError(f"{own} are no settings of a kernel")
-        found[ShapeClass(**shape)] = own
+        found[LaunchShape(**shape)] = own
     return found
 
 
@@ -135,16 +90,16 @@ def _power_of_two(number: object) -> bool:
 
 
 def write_settings(
-    file: Path, settings: Mapping[ShapeClass, LaunchSettings], about: Mapping[str, Any]
+    file: Path, settings: Mapping[LaunchShape, LaunchSettings], about: Mapping[str, Any]
 ) -> None:
     """Write a file, whole or not at all; entries of an earlier one for other shapes are kept.
 
     Args:
         file: see `settings_file`; its folder is made.
-        settings: by class of shapes.
+        settings: by shape, see `LaunchShape.rounded`.
         about: the card and versions, for whoever reads the file.
     """
-    kept: dict[ShapeClass, LaunchSettings] = {}
+    kept: dict[LaunchShape, LaunchSettings] = {}
     if file.is_file():
         try:
             kept = parse_settings(file.read_text())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -30,35 +29,48 @@ class LaunchSettings:
         return found if self.max_registers is None else found | {"maxnreg": self.max_registers}
 
 
-def launch_settings(
-    *,
-    n: int,
-    d: int,
-    dv: int,
-    columns: int,
-    half: bool,
-    terms: Collection[str],
-) -> LaunchSettings:
-    """Settings for one launch, read off `scripts/results/tuning.csv`.
+#: Longer sequences than this are told apart by powers of two only.
+LONGEST_EXACT = 1024
 
-    Args:
+
+@dataclass(frozen=True)
+class LaunchShape:
+    """What the settings of a launch depend on.
+
+    Attributes:
         n: queries.
         d, dv: head sizes, padded to powers of two.
         columns: padded number of factor columns.
         half: fp16 or bf16 inputs; fp32 products run on the plain arithmetic units.
         terms: names of the tensors that the kernel reads besides q, k and v.
     """
-    width = max(d, dv)
-    if not half:
+
+    n: int
+    d: int
+    dv: int
+    columns: int
+    half: bool
+    terms: tuple[str, ...]
+
+    def rounded(self) -> LaunchShape:
+        """One shape for all that share measured settings."""
+        n = self.n if self.n <= LONGEST_EXACT else 1 << (self.n - 1).bit_length()
+        return replace(self, n=n, terms=tuple(sorted(self.terms)))
+
+
+def launch_settings(shape: LaunchShape) -> LaunchSettings:
+    """Settings for one launch, read off `scripts/results/tuning.csv`."""
+    n, columns, width = shape.n, shape.columns, max(shape.d, shape.dv)
+    if not shape.half:
         return LaunchSettings(32 if width <= 64 else 16, 32, 4, 2)
     if n <= 16:
-        return LaunchSettings(16, 64, 4, 3)
+        return LaunchSettings(16, 64, 4, 2)
     if columns > 64:
         if width <= 64 and n > 64:
             return LaunchSettings(128, 64, 8, 2, 128)
         return LaunchSettings(64, 32, 4, 2)
     if width <= 32:
-        return _narrow_heads(n, width, columns, terms)
+        return _narrow_heads(shape, width)
     if width <= 64:
         return LaunchSettings(128, 64, 8, 3, 128) if n > 64 else LaunchSettings(64, 64, 4, 3, 128)
     if width <= 128:
@@ -66,13 +78,13 @@ def launch_settings(
     return LaunchSettings(64, 32, 4, 2)
 
 
-def _narrow_heads(n: int, width: int, columns: int, terms: Collection[str]) -> LaunchSettings:
+def _narrow_heads(shape: LaunchShape, width: int) -> LaunchSettings:
     """Heads of at most 32 numbers, where little is computed for each score."""
     # twice the rows per program halve the reads of keys, unless the last block is nearly empty
-    tall = width > 16 and -(-n // 128) * 128 <= 1.05 * (-(-n // 64) * 64)
-    if columns > 32:
+    tall = width > 16 and -(-shape.n // 128) * 128 <= 1.05 * (-(-shape.n // 64) * 64)
+    if shape.columns > 32:
         return LaunchSettings(64, 32, 4, 3, 96)
-    if tall or "ids" in terms:
+    if tall or "ids" in shape.terms:
         return LaunchSettings(128, 64, 4, 3, 168)
     return LaunchSettings(64, 64, 4, 3, 96)
 

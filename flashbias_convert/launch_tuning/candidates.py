@@ -1,9 +1,8 @@
-"""Launch settings worth measuring for a class of shapes."""
+"""Launch settings worth measuring for a shape."""
 
 from __future__ import annotations
 
-from ..attention.local_settings import ShapeClass
-from ..attention.tuning import LaunchSettings, launch_settings
+from ..attention.tuning import LaunchSettings, LaunchShape, launch_settings
 
 #: (queries, keys, warps, caps on registers); the caps let 5, 4, 3 or 2 programs share a
 #: multiprocessor of 65,536 registers
@@ -30,7 +29,7 @@ _FP32: Tiles = (
 )
 
 
-def candidates(shape: ShapeClass) -> list[LaunchSettings]:
+def candidates(shape: LaunchShape) -> list[LaunchSettings]:
     """The rule's own settings first, then others."""
     tiles = _NARROW
     if not shape.half:
@@ -39,14 +38,7 @@ def candidates(shape: ShapeClass) -> list[LaunchSettings]:
         tiles = _FEW_QUERIES
     elif max(shape.d, shape.dv) > 64 or shape.columns > 64:
         tiles = _WIDE
-    rule = launch_settings(
-        n=shape.n,
-        d=shape.d,
-        dv=shape.dv,
-        columns=shape.columns,
-        half=shape.half,
-        terms=shape.terms,
-    )
+    rule = launch_settings(shape)
     others = [
         LaunchSettings(m, n, warps, stages, cap)
         for m, n, warps, caps in tiles

@@ -1,4 +1,4 @@
-"""The launches that a model causes, one for each class of shapes."""
+"""The launches that a model causes, one for each shape."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from ..attention import launch
-from ..attention.local_settings import ShapeClass
 from ..attention.packing import GroupSpec
+from ..attention.tuning import LaunchShape
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +23,7 @@ class Launch:
         spec, tensors, options: arguments of `attention.launch.launch`.
     """
 
-    shape: ShapeClass
+    shape: LaunchShape
     spec: GroupSpec
     tensors: Mapping[str, Tensor]
     options: Mapping[str, Any]
@@ -35,15 +35,15 @@ class Launch:
 
 @contextmanager
 def recorded_launches() -> Iterator[list[Launch]]:
-    """Note the first launch of every class of shapes while the block runs.
+    """Note the first launch of every shape while the block runs.
 
     Their tensors are kept alive, so calls should be no larger than they need to be.
     """
-    known: set[ShapeClass] = set()
+    known: set[LaunchShape] = set()
     found: list[Launch] = []
 
     def note(spec: GroupSpec, tensors: Mapping[str, Tensor], options: dict[str, Any]) -> None:
-        shape = ShapeClass.of(**launch.shape_of(spec, tensors))
+        shape = launch.shape_of(spec, tensors).rounded()
         if shape not in known:
             known.add(shape)
             found.append(Launch(shape, spec, dict(tensors), options))

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..attention import launch
-from ..attention.local_settings import ShapeClass
-from ..attention.tuning import LaunchSettings
+from ..attention.tuning import LaunchSettings, LaunchShape
 from .candidates import candidates
 from .record import Launch
 
@@ -22,7 +21,7 @@ Clock = Callable[[Callable[[], None]], float]
 
 @dataclass(frozen=True)
 class Tuned:
-    """What was measured for one class of shapes.
+    """What was measured for one shape.
 
     Attributes:
         shape: the class.
@@ -33,7 +32,7 @@ class Tuned:
         failed: settings that do not run on this card, with the reason.
     """
 
-    shape: ShapeClass
+    shape: LaunchShape
     rule_ms: float
     best_ms: float
     settings: LaunchSettings
@@ -52,7 +51,7 @@ def tune_launches(
     Args:
         launches: from `recorded_launches`.
         clock: how to time a launch; default CUDA events.
-        progress: called with settings done, settings in all, and the class of shapes.
+        progress: called with settings done, settings in all, and the shape.
 
     Returns:
         One result for each launch.
@@ -81,7 +80,7 @@ def _time(each: Launch, settings: LaunchSettings, clock: Clock) -> float:
 
 
 def _best(
-    shape: ShapeClass,
+    shape: LaunchShape,
     rule: LaunchSettings,
     times: dict[LaunchSettings, float],
     failed: dict[LaunchSettings, str],

@@ -100,10 +100,10 @@ def test_values_near_the_largest_number(
     check(x, x.bias(steps(x, 0.0, 8.0, 0.0, 0.0)), kernel)
 
 
-def test_a_row_that_is_computed_again_gives_the_same_bits(
+def test_blocks_that_are_computed_again_give_the_same_bits_each_time(
     half: torch.dtype, kernel: str, device: torch.device
 ) -> None:
-    """Its neighbours' redo must not change a block, nor the number of calls."""
+    """The second pass over a block starts from nothing that the first has left."""
     x = Inputs(device, half, batch=(2,), n=70, m=256, d=32)
     bias = x.bias(steps(x, 0.0, 400.0, 0.0, 0.0))
     first, second = (flashbias_attention(x.q, x.k, x.v, bias, backend=kernel) for _ in range(2))

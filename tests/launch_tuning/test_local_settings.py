@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,17 +13,14 @@ import torch
 
 from flashbias_convert.attention import local_settings
 from flashbias_convert.attention.local_settings import (
-    ShapeClass,
     parse_settings,
     settings_file,
     settings_for,
     write_settings,
 )
-from flashbias_convert.attention.tuning import LaunchSettings, launch_settings
+from flashbias_convert.attention.tuning import LaunchSettings, LaunchShape, launch_settings
 
-SHAPE: dict[str, Any] = {
-    "n": 576, "d": 32, "dv": 32, "columns": 16, "half": True, "terms": ("phi_q", "phi_k"),
-}  # fmt: skip
+SHAPE = LaunchShape(n=576, d=32, dv=32, columns=16, half=True, terms=("phi_q", "phi_k"))
 OWN = LaunchSettings(128, 32, 8, 4, 128)
 CARD = "NVIDIA H100 80GB HBM3"
 
@@ -40,39 +37,39 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_without_a_file_the_rule_holds() -> None:
     for device in ("cpu", "cuda"):
-        assert settings_for(torch.device(device), **SHAPE) == launch_settings(**SHAPE)
+        assert settings_for(torch.device(device), SHAPE) == launch_settings(SHAPE)
 
 
 def test_what_is_written_is_used_on_that_card_alone() -> None:
-    write_settings(settings_file(CARD), {ShapeClass.of(**SHAPE): OWN}, {"card": CARD})
-    assert settings_for(torch.device("cuda"), **SHAPE) == OWN
-    assert settings_for(torch.device("cuda"), **{**SHAPE, "terms": ("phi_k", "phi_q")}) == OWN
-    other = {**SHAPE, "n": 577}
-    assert settings_for(torch.device("cuda"), **other) == launch_settings(**other)
-    assert settings_for(torch.device("cpu"), **SHAPE) == launch_settings(**SHAPE)
+    write_settings(settings_file(CARD), {SHAPE.rounded(): OWN}, {"card": CARD})
+    assert settings_for(torch.device("cuda"), SHAPE) == OWN
+    assert settings_for(torch.device("cuda"), replace(SHAPE, terms=("phi_k", "phi_q"))) == OWN
+    other = replace(SHAPE, n=577)
+    assert settings_for(torch.device("cuda"), other) == launch_settings(other)
+    assert settings_for(torch.device("cpu"), SHAPE) == launch_settings(SHAPE)
     with mock.patch.object(torch.cuda, "get_device_name", return_value="NVIDIA A100"):
-        assert settings_for(torch.device("cuda"), **SHAPE) == launch_settings(**SHAPE)
+        assert settings_for(torch.device("cuda"), SHAPE) == launch_settings(SHAPE)
 
 
 def test_long_sequences_share_settings_up_to_the_next_power_of_two() -> None:
-    classes = [ShapeClass.of(**{**SHAPE, "n": n}) for n in (2049, 4096, 4097)]
+    classes = [replace(SHAPE, n=n).rounded() for n in (2049, 4096, 4097)]
     assert classes[0] == classes[1] != classes[2]
 
 
 def test_settings_do_not_change_within_a_process() -> None:
     file = settings_file(CARD)
-    write_settings(file, {ShapeClass.of(**SHAPE): OWN}, {})
-    first = settings_for(torch.device("cuda"), **SHAPE)
-    write_settings(file, {ShapeClass.of(**SHAPE): LaunchSettings(64, 32, 4, 2)}, {})
-    assert settings_for(torch.device("cuda"), **SHAPE) == first == OWN
+    write_settings(file, {SHAPE.rounded(): OWN}, {})
+    first = settings_for(torch.device("cuda"), SHAPE)
+    write_settings(file, {SHAPE.rounded(): LaunchSettings(64, 32, 4, 2)}, {})
+    assert settings_for(torch.device("cuda"), SHAPE) == first == OWN
 
 
 def test_other_shapes_stay_when_more_are_written() -> None:
     file = settings_file(CARD)
-    other = ShapeClass.of(**{**SHAPE, "n": 144})
+    other = replace(SHAPE, n=144).rounded()
     write_settings(file, {other: OWN}, {})
-    write_settings(file, {ShapeClass.of(**SHAPE): OWN}, {})
-    assert parse_settings(file.read_text()) == {other: OWN, ShapeClass.of(**SHAPE): OWN}
+    write_settings(file, {SHAPE.rounded(): OWN}, {})
+    assert parse_settings(file.read_text()) == {other: OWN, SHAPE.rounded(): OWN}
     assert [f.name for f in file.parent.iterdir()] == [file.name]
 
 
@@ -88,7 +85,10 @@ def test_other_shapes_stay_when_more_are_written() -> None:
             {
                 "version": 1,
                 "settings": [
-                    {"shape": {**SHAPE, "terms": []}, "settings": {**vars(OWN), "block_m": 48}}
+                    {
+                        "shape": {**vars(SHAPE), "terms": []},
+                        "settings": {**vars(OWN), "block_m": 48},
+                    }
                 ],
             }
         ),
@@ -97,18 +97,18 @@ def test_other_shapes_stay_when_more_are_written() -> None:
 def test_a_bad_file_is_told_and_not_used(content: str) -> None:
     settings_file(CARD).write_text(content)
     with pytest.warns(UserWarning, match="are not used"):
-        assert settings_for(torch.device("cuda"), **SHAPE) == launch_settings(**SHAPE)
-    write_settings(settings_file(CARD), {ShapeClass.of(**SHAPE): OWN}, {})
-    assert parse_settings(settings_file(CARD).read_text()) == {ShapeClass.of(**SHAPE): OWN}
+        assert settings_for(torch.device("cuda"), SHAPE) == launch_settings(SHAPE)
+    write_settings(settings_file(CARD), {SHAPE.rounded(): OWN}, {})
+    assert parse_settings(settings_file(CARD).read_text()) == {SHAPE.rounded(): OWN}
 
 
 @pytest.mark.parametrize("problem", [PermissionError("no"), RuntimeError("no home directory")])
 def test_without_a_folder_that_can_be_read_the_rule_holds(problem: Exception) -> None:
     with mock.patch.object(local_settings, "settings_file", side_effect=problem):
-        assert settings_for(torch.device("cuda"), **SHAPE) == launch_settings(**SHAPE)
+        assert settings_for(torch.device("cuda"), SHAPE) == launch_settings(SHAPE)
     with mock.patch.object(Path, "read_text", side_effect=problem):
         local_settings._measured.cache_clear()
-        assert settings_for(torch.device("cuda"), **SHAPE) == launch_settings(**SHAPE)
+        assert settings_for(torch.device("cuda"), SHAPE) == launch_settings(SHAPE)
 
 
 def test_a_named_folder_needs_no_home(tmp_path: Path) -> None:
