@@ -172,7 +172,8 @@ def query_gradients_kernel(
                 meets = keys[None, :] == (start + rows)[:, None]
                 d_diagonal += tl.sum(tl.where(meets, ds, 0.0), 1)
             if out.rel_h is not None:
-                # a product with ones where a key has a coordinate: sums of ds by coordinate
+                # a product with ones where a key has a coordinate: sums of ds by coordinate. In
+                # fp32 alone: in half precision axial terms are factors, see `selection`
                 y = tl.load(t.axial_y + safe_keys)[:, None] == tl.arange(0, BLOCK_KH)[None, :]
                 d_high = tl.dot(short, y.to(GRAD), d_high, input_precision="ieee")
             if out.rel_w is not None:

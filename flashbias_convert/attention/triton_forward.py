@@ -255,10 +255,10 @@ def attention_kernel(
     # Tiles that need a mask come first: with causal attention a query's own key is among them. The
     # largest scores seen there are the level of quick steps, which look for no larger ones; whether
     # that was right shows in the sums, and a block where it was not is computed once more.
-    first, quick_end = full, full
+    first_key, quick_end = full, full
     if QUICK:
-        first = tl.where(full == end, tl.maximum(end - BN, 0), full)
-        quick_end = first
+        first_key = tl.where(full == end, tl.maximum(end - BN, 0), full)
+        quick_end = first_key
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BLOCK_DV], tl.float32)
@@ -266,7 +266,7 @@ def attention_kernel(
     again = True
     while again:
         for MASKED in tl.static_range(1, -1, -1):
-            lower = first if MASKED else 0
+            lower = first_key if MASKED else 0
             upper = end if MASKED else quick_end
             if QUICK and not MASKED:
                 # a level so low that usual scores would overflow is raised
@@ -405,7 +405,7 @@ def attention_kernel(
             unusual = in_rows & (usual == 0)
             again = (tl.max(unusual.to(tl.int32), 0) > 0) & (quick_end > 0)
             if again:
-                first, quick_end = 0, 0
+                first_key, quick_end = 0, 0
                 top = tl.full([BM], float("-inf"), tl.float32)
                 total = tl.zeros([BM], tl.float32)
                 acc = tl.zeros([BM, BLOCK_DV], tl.float32)
