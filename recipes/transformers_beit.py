@@ -71,21 +71,10 @@ class BeitLayer(PatchedAttention):
             project(x).view(shape).transpose(1, 2)
             for project in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
-        call: dict[str, Any] = {"extra": (), "scale": attention.scaling}
-        if isinstance(mask, Tensor):  # the owner did not run
-            call["extra"] = (Dense(bias=mask),)
-        elif mask is not None:
-            call["built"] = {"cls_window_table": mask}
-        if source is not None and (window := self._window(resolution)) != source.window_size:
-            call["extra"] += (cls_window_table(**resized(source, window)),)
-            call["without"] = tuple(term.kind for term in self.score_bias.bias.terms)
-        out = self.score_bias(q, k, v, **call)
+        call = terms_of_call(self, source, mask, resolution, self.patch_size)
+        out = self.score_bias(q, k, v, scale=attention.scaling, **call)
         projected: Tensor = attention.o_proj(out.transpose(1, 2).flatten(2))
         return projected
-
-    def _window(self, resolution: Any) -> tuple[int, int]:
-        height, width = resolution
-        return height // self.patch_size, width // self.patch_size
 
 
 class BeitModel(PatchedOwner):
@@ -119,26 +108,64 @@ def resized(source: Any, window: tuple[int, int]) -> dict[str, Any]:
     return {"table": torch.cat([offsets[0].flatten(1).T, wide[-3:]]), "window": window}
 
 
-def describe(site: Site) -> Description:
-    """The bias of a layer at the size of its config; one that layers share comes with a call."""
-    module: Any = site.module
-    owner: Any = site.owner
-    shared: Any = None if owner is None else owner.shared_position_bias
-    own = module.relative_position_bias
-    source: Any = shared if own is None else own
+def terms_of_call(
+    module: Any, source: Any, shared: Any, resolution: Any, patch_size: int
+) -> dict[str, Any]:
+    """What a call brings along, as arguments of the module's terms.
+
+    Args:
+        module: patched.
+        source: what makes the layer's own bias, or None.
+        shared: the matrix or the builder's inputs that an owner handed on, or None.
+        resolution: height and width of the image.
+        patch_size: of the image's patches.
+    """
+    call: dict[str, Any] = {"extra": ()}
+    if isinstance(shared, Tensor):  # the owner did not run
+        call["extra"] = (Dense(bias=shared),)
+    elif shared is not None:
+        call["built"] = {"cls_window_table": shared}
+    if source is None:
+        return call
+    height, width = resolution
+    window = (height // patch_size, width // patch_size)
+    if window != tuple(source.window_size):
+        call["extra"] += (cls_window_table(**resized(source, window)),)
+        call["without"] = tuple(term.kind for term in module.score_bias.bias.terms)
+    return call
+
+
+def described(own: Any, shared: Any, num_heads: int, head_dim: int) -> Description:
+    """The bias of a layer at the size of its config; one that layers share comes with a call.
+
+    Args:
+        own: what makes the layer's own bias, or None.
+        shared: what makes the bias of all layers, or None.
+        num_heads, head_dim: of the layer.
+    """
+    source = shared if own is None else own
     if source is None:
         raise NoBias("it has no relative positions")
     window = source.window_size
-    bias = None if own is None else in_float32(own)(window)[0]
     n = window[0] * window[1] + 1
     return Description(
-        bias=bias,
-        num_heads=module.attention.num_attention_heads,
+        bias=None if own is None else in_float32(own)(window)[0],
+        num_heads=num_heads,
         n=n,
         m=n,
-        head_dim=module.attention.head_dim,
+        head_dim=head_dim,
         index=source.generate_relative_position_index(window),
         builders=() if shared is None else ("cls_window_table",),
+    )
+
+
+def describe(site: Site) -> Description:
+    module: Any = site.module
+    owner: Any = site.owner
+    shared: Any = None if owner is None else owner.shared_position_bias
+    attention = module.attention
+    return described(
+        module.relative_position_bias, shared, attention.num_attention_heads, attention.head_dim
     )
 
 

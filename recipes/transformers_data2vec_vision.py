@@ -8,16 +8,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from flashbias_convert.about import About
-from flashbias_convert.builders import cls_window_table
 from flashbias_convert.causal_owner import bound_arguments
 from flashbias_convert.fallback import say_original
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.patched_owner import PatchedOwner
-from flashbias_convert.recipe import Description, NoBias, Owner, Recipe, Site
-from flashbias_convert.tables import in_float32
-from flashbias_convert.terms import Dense
+from flashbias_convert.recipe import Description, Owner, Recipe, Site
 
-from .transformers_beit import resized
+from .transformers_beit import described, resized, terms_of_call
 
 
 class Data2VecAttention(PatchedAttention):
@@ -55,27 +52,12 @@ class Data2VecAttention(PatchedAttention):
             project(hidden_states).view(shape).transpose(1, 2)
             for project in (self.query, self.key, self.value)
         )
-        call = self._terms(relative_position_bias, resolution)
+        patch = self.config.patch_size
+        call = terms_of_call(self, own_bias(self), relative_position_bias, resolution, patch)
         out = self.score_bias(q, k, v, scale=self.attention_head_size**-0.5, **call)
         # the older of the two classes returns a tuple of one
         weights = (None,) if self.original_class.__name__.endswith("SdpaSelfAttention") else ()
         return (out.transpose(1, 2).flatten(2), *weights)
-
-    def _terms(self, shared: Any, resolution: Any) -> dict[str, Any]:
-        call: dict[str, Any] = {"extra": ()}
-        if isinstance(shared, Tensor):  # the owner did not run
-            call["extra"] = (Dense(bias=shared),)
-        elif shared is not None:
-            call["built"] = {"cls_window_table": shared}
-        source = own_bias(self)
-        if source is not None:
-            height, width = resolution
-            patch = self.config.patch_size
-            window = (height // patch, width // patch)
-            if window != tuple(source.window_size):
-                call["extra"] += (cls_window_table(**resized(source, window)),)
-                call["without"] = tuple(term.kind for term in self.score_bias.bias.terms)
-        return call
 
 
 class Data2VecEncoder(PatchedOwner):
@@ -103,25 +85,11 @@ def own_bias(module: Any) -> Any:
 
 
 def describe(site: Site) -> Description:
-    """The bias of a layer at the size of its config; one that layers share comes with a call."""
     module: Any = site.module
     owner: Any = site.owner
     shared = None if owner is None else owner.relative_position_bias
     own = own_bias(module)
-    source: Any = shared if own is None else own
-    if source is None:
-        raise NoBias("it has no relative positions")
-    window = source.window_size
-    n = window[0] * window[1] + 1
-    return Description(
-        bias=None if own is None else in_float32(own)(window)[0],
-        num_heads=module.num_attention_heads,
-        n=n,
-        m=n,
-        head_dim=module.attention_head_size,
-        index=source.generate_relative_position_index(window),
-        builders=() if shared is None else ("cls_window_table",),
-    )
+    return described(own, shared, module.num_attention_heads, module.attention_head_size)
 
 
 _MODULE = "transformers.models.data2vec.modeling_data2vec_vision"
