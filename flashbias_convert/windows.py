@@ -74,7 +74,11 @@ def layer_mask(layer: Any, like: Tensor) -> Tensor | None:
         return None
     window = layer.window_size
     padded = [math.ceil(size / window) * window for size in layer.input_resolution]
-    together = "input_resolution" in inspect.signature(layer.get_attn_mask).parameters
-    size = (tuple(padded),) if together else padded
-    mask: Tensor | None = layer.get_attn_mask(*size, dtype=like.dtype, device=like.device)
-    return mask
+    original = getattr(layer, "original_class", type(layer))
+    known = inspect.signature(original.get_attn_mask).parameters
+    size = (tuple(padded),) if "input_resolution" in known else padded
+    # older versions make it on the CPU or in fp32, and their callers move it
+    how = {"dtype": like.dtype, "device": like.device}
+    how = {name: value for name, value in how.items() if name in known}
+    mask: Tensor | None = layer.get_attn_mask(*size, **how)
+    return None if mask is None else mask.to(like)

@@ -29,9 +29,9 @@ def cosine_factors(n: int, m: int) -> LowRank:
 
 
 def plain(
-    x: Inputs, term: LowRank, dtype: torch.dtype, options: Mapping[str, Any], longer: bool = False
+    x: Inputs, term: LowRank, dtype: torch.dtype, options: Mapping[str, Any], form: str = "formula"
 ) -> Tensor:
-    """The formula, every step in `dtype`; or, with `longer` rows, as the paper rewrites it."""
+    """Every step in `dtype`: the formula; "longer" rows, as the paper rewrites it; or "fused"."""
     groups = x.q.shape[-3] // x.k.shape[-3]
     q, k, v = (t.to(dtype) for t in (x.q, x.k, x.v))
     k, v = (t.repeat_interleave(groups, -3) for t in (k, v))
@@ -40,18 +40,29 @@ def plain(
         q, k = (t / t.norm(dim=-1, keepdim=True) for t in (q, k))
     if isinstance(scale, Tensor):
         scale = scale.to(dtype)[:, None, None]
-    if longer:
-        scores = longer_rows(q, term, "phi_q") @ longer_rows(k, term, "phi_k").mT * scale
-    else:
-        scores = (q @ k.mT) * scale * term.dense(x.n, x.m, dtype=torch.float64).to(dtype)
+    added = mask(x, dtype, options)
+    if form == "formula":
+        factor = term.dense(x.n, x.m, dtype=torch.float64).to(dtype)
+        return ((q @ k.mT) * scale * factor + added).softmax(-1) @ v
+    q, k = longer_rows(q * scale, term, "phi_q"), longer_rows(k, term, "phi_k")
+    if form == "longer":
+        return (q @ k.mT + added).softmax(-1) @ v
+    wide = F.pad(v, (0, q.shape[-1] - v.shape[-1]))  # torch's fused kernels want one size
+    added = added.expand(q.shape[0], q.shape[1], x.n, x.m)
+    return F.scaled_dot_product_attention(q, k, wide, added, scale=1.0)[..., : v.shape[-1]]
+
+
+def mask(x: Inputs, dtype: torch.dtype, options: Mapping[str, Any]) -> Tensor:
+    """What is added to the scores."""
+    added = torch.zeros(x.n, x.m, dtype=dtype, device=x.q.device)
     if options.get("bias") is not None:
-        scores = scores + options["bias"].dense(x.n, x.m, dtype=dtype)
+        added = added + options["bias"].dense(x.n, x.m, dtype=dtype)
     if options.get("causal"):
-        hidden = torch.ones(x.n, x.m, dtype=torch.bool, device=q.device).triu(1 + x.m - x.n)
-        scores = scores.masked_fill(hidden, float("-inf"))
+        hidden = torch.ones(x.n, x.m, dtype=torch.bool, device=x.q.device).triu(1 + x.m - x.n)
+        added = added.masked_fill(hidden, float("-inf"))
     if "key_mask" in options:
-        scores = scores.masked_fill(~options["key_mask"][:, None, None, :], float("-inf"))
-    return scores.softmax(-1) @ v
+        added = added.masked_fill(~options["key_mask"][:, None, None, :], float("-inf"))
+    return added
 
 
 def longer_rows(x: Tensor, term: LowRank, name: str) -> Tensor:
@@ -64,15 +75,15 @@ def longer_rows(x: Tensor, term: LowRank, name: str) -> Tensor:
 
 
 def worse(truth: Tensor, *results: Tensor) -> Tensor:
-    """What a user may get from either form in this dtype: factors of both signs cancel in one."""
+    """What a user may get in this dtype: factors of both signs cancel in some of the forms."""
     return max(results, key=lambda r: float((r.double() - truth).abs().max()))
 
 
 def agrees(x: Inputs, term: LowRank, backend: str, options: Options) -> None:
     options = dict(options)
     truth = plain(x, term, torch.float64, options)
-    both = [plain(x, term, x.dtype, options, longer) for longer in (False, True)]
-    expected = worse(truth, *both)
+    forms = ("formula", "longer", "fused")
+    expected = worse(truth, *(plain(x, term, x.dtype, options, form) for form in forms))
     bias = options.pop("bias", None)
     out = flashbias_attention(x.q, x.k, x.v, bias, score_scale=term, backend=backend, **options)
     assert_parity(out, expected, truth)

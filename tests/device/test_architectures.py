@@ -23,6 +23,14 @@ NAMES = (
 )  # fmt: skip
 
 
+def make(name: str) -> tuple[nn.Module, Any]:
+    """A model without a classifier: the error of a few logits is too much a matter of chance."""
+    model, call = getattr(architectures, name)()
+    if hasattr(model, "reset_classifier"):
+        model.reset_classifier(0)
+    return model, call
+
+
 @torch.no_grad()
 def first_output(model: nn.Module, call: Any) -> Tensor:
     """The first tensor that a model returns."""
@@ -43,12 +51,12 @@ def moved(device: torch.device, call: Any, dtype: torch.dtype | None = None) -> 
 @pytest.mark.parametrize("method", ["exact", "svd"])
 @pytest.mark.parametrize("name", NAMES)
 def test_an_architecture_computes_the_same(name: str, method: str, device: torch.device) -> None:
-    model, call = getattr(architectures, name)()
+    model, call = make(name)
     patch_model(model, method=method, force_all=True)
     plain = first_output(plainly(model, device), moved(device, call))
     cpu = torch.device("cpu")
     truth = first_output(model.double(), moved(cpu, call, torch.float64))
-    model, _ = getattr(architectures, name)()
+    model, _ = make(name)
     model.to(device)
     plan = patch_model(model, method=method, force_all=True)
     assert {site.status for site in plan.sites} <= {"patched", "left alone"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -230,6 +231,25 @@ def test_one_layer_can_be_converted_alone() -> None:
     plan = patch_model(model, method="exact", backend="sdpa", include="re:.*blocks.1.attention")
     assert plan.counts() == {"patched": 1, "left alone": 2}
     assert_parity(SWIN.output(model, x), plain, truth)
+
+
+@pytest.mark.parametrize("case", [SWIN, SWINV2], ids=str)
+def test_older_layers_that_take_no_device(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = type(shifted(case.model()))
+    today: Any = layer.get_attn_mask
+
+    def older(self: nn.Module, height: int, width: int, dtype: torch.dtype) -> Tensor | None:
+        known = inspect.signature(today).parameters
+        where = {"device": "cpu"} if "device" in known else {}
+        made: Tensor | None = today(self, height, width, dtype=dtype, **where)
+        return made
+
+    model = case.model()
+    want = patch_model(copy.deepcopy(model), method="exact", backend="sdpa")
+    monkeypatch.setattr(layer, "get_attn_mask", older)
+    plan = patch_model(model, method="exact", backend="sdpa")
+    assert [(s.status, s.reason) for s in plan.sites] == [(s.status, s.reason) for s in want.sites]
+    assert any("regions" in site.reason for site in plan.sites)
 
 
 def test_an_attention_without_its_layer_is_converted() -> None:
