@@ -25,6 +25,7 @@ def time_ms(module: torch.nn.Module, x: torch.Tensor) -> float:
     """Median milliseconds of a forward pass."""
     import triton
 
+    torch.cuda.synchronize()  # the other stream must not overtake what made the inputs
     with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
         return float(
             triton.testing.do_bench_cudagraph(lambda: module(x), rep=20, return_mode="median")

@@ -70,6 +70,7 @@ def time_ms(call) -> float:  # type: ignore[no-untyped-def]
     """Median milliseconds on the card, from CUDA graph replays: no launch gaps."""
     import triton
 
+    torch.cuda.synchronize()  # the other stream must not overtake what made the inputs
     with torch.cuda.stream(torch.cuda.Stream()):
         return float(triton.testing.do_bench_cudagraph(call, rep=30, return_mode="median"))
 

@@ -98,5 +98,6 @@ def _on_card(call: Callable[[], None]) -> float:
     from triton.testing import do_bench_cudagraph
 
     call()
+    torch.cuda.synchronize()  # the other stream must not overtake what made the inputs
     with torch.cuda.stream(torch.cuda.Stream()):
         return float(do_bench_cudagraph(call, rep=30, return_mode="median"))
