@@ -4,7 +4,7 @@ python scripts/evaluate_calibration.py DATA_FOLDER [--limit N] [--samples N]
     [--energies E ...] [--limits X ...] [--device cuda]
 
 Calibration sees images of the training set, accuracy is that of the test set. The cost is what the
-choice of terms itself counts with (`flashbias_convert.decompose.relative_cost`), averaged over all
+choice of terms itself counts with (`flashbias_convert.decompose.added_cost`), averaged over all
 scores of one image; it is no time. Writes evaluate_calibration.csv and .png.
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from flashbias_convert import inspect_model
 from flashbias_convert.calibration import calibrate_model
 from flashbias_convert.checkpoint import open_model
-from flashbias_convert.decompose import relative_cost
+from flashbias_convert.decompose import added_cost
 from flashbias_convert.patching import apply_plan
 from flashbias_convert.plan import Plan, SitePlan
 
@@ -39,7 +39,8 @@ def cost(plan: Plan, model: nn.Module) -> float:
 
 
 def _site_cost(site: SitePlan) -> float:
-    found = [relative_cost(d.term, site.n, site.m, d.rank or 0) for d in site.decisions]
+    sizes = {"n": site.n, "m": site.m, "head_dim": site.head_dim}
+    found = [added_cost(d.term, rank=d.rank or 0, **sizes) for d in site.decisions]
     return sum(found) / len(found)
 
 

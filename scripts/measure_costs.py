@@ -1,11 +1,11 @@
-"""What every form of a bias costs beside the same attention without one, on this card.
+"""What attention costs per score with every form of a bias, and without one, on this card.
 
 python scripts/measure_costs.py [--lengths N ...] [--head-sizes D ...] [--output FILE.csv]
 
 bf16, forward, time on the card (CUDA graph replays). The batch is chosen so that every length has
-about the same number of scores. `share` is the time that the form adds over the time without a
-bias; `per_score_ps` the same per score, in picoseconds. Kernels are compiled in parallel processes
-first.
+about the same number of scores. "dense, sdpa" is a dense bias in torch's fused attention, what a
+converted site is compared with. Kernels are compiled in parallel processes first. Writes the table
+that the choice of terms counts with, `flashbias_convert/decompose/cost_table.csv`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+import triton
 from attention_shapes import Shape, alibi, dense, low_rank, offsets, with_regions
 from torch import Tensor
 from tune_attention import time_ms
@@ -27,6 +29,9 @@ from flashbias_convert.attention import PreparedBias, flashbias_attention
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda")
+TABLE = ROOT / "flashbias_convert/decompose/cost_table.csv"
+#: by major compute capability
+CLASSES = {8: "ampere", 9: "hopper", 10: "blackwell", 12: "blackwell"}
 HEADS = 8
 SCORES = 2**28
 Make = Callable[[Shape, torch.device], ScoreBias]
@@ -49,13 +54,16 @@ def nothing(shape: Shape, device: torch.device) -> ScoreBias:
 
 FORMS: dict[str, Make] = {
     "none": nothing,
-    **{f"low_rank {rank}": low_rank(rank) for rank in (16, 32, 64, 128)},
+    **{f"low_rank {rank}": low_rank(rank) for rank in (16, 32, 64, 128, 256)},
     "low_rank 16 + diagonal": with_diagonal(low_rank(16)),
     "relative_table": offsets,
     "dense": dense,
     "alibi": alibi,
     "regions": with_regions(nothing),
 }
+#: A dense bias in torch's fused attention.
+SDPA = "dense, sdpa"
+FIELDS = ["head_size", "n", "form", "ms", "ps_per_score", "class", "card", "torch", "triton"]
 
 
 def shape_of(n: int, d: int) -> Shape:
@@ -68,6 +76,9 @@ def make_call(n: int, d: int, form: str) -> Callable[[], Tensor]:
     shape = shape_of(n, d)
     torch.manual_seed(0)
     q, k, v = shape.inputs(torch.bfloat16, DEVICE)
+    if form == SDPA:
+        mask = dense(shape, DEVICE).dense(n, n, dtype=torch.bfloat16)
+        return lambda: F.scaled_dot_product_attention(q, k, v, mask[None])
     bias = PreparedBias(FORMS[form](shape, DEVICE))
     return lambda: flashbias_attention(q, k, v, bias, backend="triton")
 
@@ -88,25 +99,23 @@ def main() -> None:
                         default=[64, 144, 256, 576, 1024, 2048, 4096])  # fmt: skip
     parser.add_argument("--head-sizes", type=int, nargs="*", default=[32, 64, 128])
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
-    parser.add_argument("--output", type=Path, default=ROOT / "scripts/results/costs.csv")
+    parser.add_argument("--output", type=Path, default=TABLE)
     options = parser.parse_args()
-    jobs = [(n, d, form) for d in options.head_sizes for n in options.lengths for form in FORMS]
+    forms = [*FORMS, SDPA]
+    jobs = [(n, d, form) for d in options.head_sizes for n in options.lengths for form in forms]
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
         pool.map(compile_one, jobs, chunksize=2)
+    major, _ = torch.cuda.get_device_capability()
+    where = [CLASSES[major], torch.cuda.get_device_name(), torch.__version__, triton.__version__]
     options.output.parent.mkdir(parents=True, exist_ok=True)
     with options.output.open("w", newline="") as file:
         writer = csv.writer(file)
-        names = ["n", "head_size", "form", "ms", "share", "per_score_ps", "card", "torch"]
-        writer.writerow(names)
-        plain = 0.0
+        writer.writerow(FIELDS)
         for n, d, form in jobs:
             ms = time_ms(make_call(n, d, form))
-            plain = ms if form == "none" else plain
-            shape = shape_of(n, d)
-            scores = shape.batch[0] * HEADS * n * n
-            row = [n, d, form, f"{ms:.4f}", f"{ms / plain - 1:.3f}",
-                   f"{1e9 * (ms - plain) / scores:.4f}"]  # fmt: skip
-            writer.writerow([*row, torch.cuda.get_device_name(), torch.__version__])
+            scores = shape_of(n, d).batch[0] * HEADS * n * n
+            row = [d, n, form, f"{ms:.4f}", f"{1e9 * ms / scores:.4f}"]
+            writer.writerow([*row, *where])
             file.flush()
             print(*row, flush=True)
 

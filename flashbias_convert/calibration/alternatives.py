@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..decompose import measure, relative_cost
+from ..decompose import added_cost, measure
 from ..decompose.decision import HeadDecision
 from ..decompose.svd import truncated_svd
 from ..modules import ScoreBiasModule
@@ -31,7 +31,7 @@ class Form:
     Attributes:
         label: "none", "exact" or "rank R".
         bias: the terms, without masks.
-        cost: per score and head, see `decompose.relative_cost`.
+        cost: picoseconds per score, see `decompose.added_cost`.
         decisions: one per head.
         errors: per head, root mean square of what attention outputs change, relative to them.
     """
@@ -92,7 +92,7 @@ def _truncated(site: SitePlan, dense: Tensor, rank: int) -> Form:
         for h, r in enumerate(svd.term.head_ranks())
     )
     columns = rank + 2 * min(svd.term.split or 0, rank)
-    cost = relative_cost("low_rank", site.n, site.m, columns)
+    cost = added_cost("low_rank", site.n, site.m, columns, site.head_dim)
     return Form(f"rank {rank}", ScoreBias((svd.term,), site.heads), cost, decisions, torch.empty(0))
 
 
@@ -105,7 +105,8 @@ def _numbers(dense: Tensor, approximation: Tensor | LowRank) -> list[dict[str, f
 
 def _cost(site: SitePlan) -> float:
     """Of the dearest head."""
-    return max((relative_cost(d.term, site.n, site.m) for d in site.decisions), default=0.0)
+    sizes = {"n": site.n, "m": site.m, "head_dim": site.head_dim}
+    return max((added_cost(d.term, **sizes) for d in site.decisions), default=0.0)
 
 
 def _run(bias: ScoreBias, masks: tuple[Term, ...], call: Call) -> Tensor:

@@ -54,7 +54,7 @@ class Alternatives:
 
     def _decision(self, head: int, form: Form, allowed: float) -> HeadDecision:
         why = (
-            f"{form.label}: cost {form.cost:g}, its outputs change by "
+            f"{form.label}: {form.cost:.3g} ps per score, its outputs change by "
             f"{float(form.errors[head]):.3g}, at most {allowed:.3g} allowed"
         )
         return dataclasses.replace(form.decisions[head], reason=why)

@@ -5,7 +5,7 @@ Pure tensor maths: nothing here knows a module, a kernel or an architecture.
 
 from .choose import decompose
 from .codes import check_index
-from .costs import SHORTEST_N, rank_bucket, relative_cost
+from .costs import SHORTEST_N, added_cost, rank_bucket
 from .decision import Decomposition, HeadDecision
 from .energy import cumulative_energy, rank_for_energy, spectrum
 from .exact import dense_term, is_row_constant, regions, relative_table
@@ -17,6 +17,7 @@ __all__ = [
     "Decomposition",
     "HeadDecision",
     "Loss",
+    "added_cost",
     "check_index",
     "cumulative_energy",
     "decompose",
@@ -26,7 +27,6 @@ __all__ = [
     "rank_bucket",
     "rank_for_energy",
     "regions",
-    "relative_cost",
     "relative_table",
     "row_center",
     "spectrum",

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import DecompositionError
 from ..options import DecomposeOptions
 from ..terms import Diagonal, LowRank, RelativeTable, Term
-from .costs import SMALLEST_BUCKET, rank_bucket, relative_cost
+from .costs import SMALLEST_BUCKET, added_cost, rank_bucket
 from .decision import HeadDecision
 from .exact import relative_table
 from .loss import Loss, measure
@@ -39,7 +39,7 @@ class Candidate:
 
     Attributes:
         term: kind of the term, or of two that go together, or "none".
-        cost: see `costs.relative_cost`.
+        cost: picoseconds per score, see `costs.added_cost`.
         why: what speaks for it, a clause of a sentence.
     """
 
@@ -92,7 +92,7 @@ class Truncation:
     svd: TruncatedSVD
     loss: Loss
 
-    def candidates(self, n: int, m: int) -> dict[int, Candidate]:
+    def candidates(self, n: int, m: int, head_dim: int | None = None) -> dict[int, Candidate]:
         """A candidate per head, with the losses of its worst batch entry."""
         worst = {k: v.tolist() for k, v in vars(self.loss.worst_over_batch()).items()}
         found = {}
@@ -104,9 +104,9 @@ class Truncation:
                 f"{self._what(rank)}{free} keeps {lost['energy']:.4%} of the row-centred energy, "
                 f"attention error {lost['attention_error']:.3g}"
             )
-            kind, cost = self._kind(rank), relative_cost("low_rank", n, m, rank)
+            kind, cost = self._kind(rank), added_cost("low_rank", n, m, rank, head_dim)
             if self.svd.diagonal is not None:
-                cost += relative_cost("diagonal", n, m)
+                cost += added_cost("diagonal", n, m, head_dim=head_dim)
             found[head] = Candidate(kind, cost, why, None if kind == "diagonal" else rank, **lost)
         return found
 
@@ -280,15 +280,19 @@ def _merge(terms: Sequence[RelativeTable]) -> RelativeTable:
     return dataclasses.replace(terms[0], table=torch.cat([t.table for t in terms], dim=-2))
 
 
-def exact_candidates(bias: Tensor, head: int, tables: Tables) -> list[Candidate]:
+def exact_candidates(
+    bias: Tensor, head: int, tables: Tables, head_dim: int | None = None
+) -> list[Candidate]:
     """In order of preference at equal cost; nothing is lost (a table was compared bit for bit)."""
     n, m = bias.shape[-2:]
     found = []
     for members, term in tables:
         if head in members:
             why = f"a table of {term.table.shape[-1]} relative positions is exact"
-            found.append(Candidate("relative_table", relative_cost("relative_table", n, m), why))
-    found.append(Candidate("dense", relative_cost("dense", n, m), "the bias itself is exact"))
+            cost = added_cost("relative_table", n, m, head_dim=head_dim)
+            found.append(Candidate("relative_table", cost, why))
+    cost = added_cost("dense", n, m, head_dim=head_dim)
+    found.append(Candidate("dense", cost, "the bias itself is exact"))
     return found
 
 

@@ -36,12 +36,13 @@ def decompose(
     name: str = "",
     index: Tensor | None = None,
     visible: Tensor | None = None,
+    head_dim: int | None = None,
 ) -> Decomposition:
     """Turn a bias into terms.
 
     Method "svd" truncates every head at the rank for `options.energy` (FlashBias, section 3.2);
     "exact" keeps every bit: a relative table where one is recognised, else the dense bias; "auto"
-    takes, per head, the cheapest candidate (`costs.relative_cost`) that keeps the energy and stays
+    takes, per head, the cheapest candidate (`costs.added_cost`) that keeps the energy and stays
     within `options.max_attention_error`, and sets `left_alone` for a site with fewer than
     `costs.SHORTEST_N` queries and keys. A truncation that fails either criterion is replaced by an
     exact term, with "svd" too. Energy 1.0 allows exact terms only. With `options.diagonal` low rank
@@ -51,10 +52,11 @@ def decompose(
     Args:
         bias: floating point, shape (H, N, M) or (*batch, H, N, M), without masks. One decision
             per head holds for the whole batch: the worst entry decides.
-        options: how; `target` does not matter until costs are measured per card.
+        options: how; costs are those of Hopper, whatever `target` is.
         name: the site, for messages.
         index: integers, shape (N, M), the model's relative position index, if it has one.
         visible: bool, shape (N, M), True where a query attends to a key (causal attention).
+        head_dim: size of a head, on which costs depend; None if it is not known.
 
     Returns:
         Terms, with masks left out, and a decision per head. A site that is left alone still gets
@@ -72,14 +74,14 @@ def decompose(
     heads = [h for h in range(num_heads) if not constant[h]]
     left_alone = _left_alone(bias, options)
     truncations = [] if left_alone else _truncations(bias, heads, options, name, visible)
-    found = [t.candidates(*bias.shape[-2:]) for t in truncations]
+    found = [t.candidates(*bias.shape[-2:], head_dim) for t in truncations]
     low_rank = {h: [some[h] for some in found if h in some] for h in heads}
     needs_exact = [h for h in heads if _taken_by_svd(low_rank[h], options) is None]
     tables = find_tables(bias, needs_exact, index, name)
 
     picked = dict.fromkeys(range(num_heads), (NO_TERM, NO_TERM.why))
     for head in heads:
-        exact = exact_candidates(bias, head, tables)
+        exact = exact_candidates(bias, head, tables, head_dim)
         picked[head] = pick(exact, low_rank[head], options)
     terms = terms_of(bias, {h: c.term for h, (c, _) in picked.items()}, tables, truncations)
     decisions = tuple(c.decision(h, reason) for h, (c, reason) in picked.items())
@@ -152,8 +154,8 @@ def pick(
         return exact[0], "; ".join([exact[0].why, *misses])
     candidates = [*exact, *(c for c in low_rank if not c.miss(options))]
     best = min(candidates, key=lambda c: c.cost)  # the first of equals: an exact one
-    parts = [f"{best.why}, cost {best.cost:g}"]
-    parts += [f"{c.label()} costs {c.cost:g}" for c in candidates if c is not best]
+    parts = [f"{best.why}, {best.cost:.3g} ps per score"]
+    parts += [f"{c.label()}: {c.cost:.3g} ps" for c in candidates if c is not best]
     return best, "; ".join([*parts, *misses])
 
 

@@ -1,9 +1,16 @@
-"""What a term costs per score: a fixed rule that stands in until measured costs exist.
+"""What attention with a term costs per score, from measurements in `cost_table.csv`.
 
-All numbers of the choice live here, and nowhere else.
+`scripts/measure_costs.py` makes the table: forward calls in bf16 with about as many scores at every
+length. All numbers of the choice of terms live there and here, and nowhere else.
 """
 
 from __future__ import annotations
+
+import bisect
+import csv
+import math
+from functools import cache
+from importlib.resources import files
 
 #: Shorter sites gain little: method "auto" leaves them alone. Measured on an H200 with a module of
 #: SwinV2 (scripts/results/bench_windows.csv): 1.2 times faster with 4 tokens, 3.3 times with 16.
@@ -11,25 +18,26 @@ SHORTEST_N = 16
 
 #: Ranks are padded to a power of two, at least this one, the shortest product a tensor core does.
 SMALLEST_BUCKET = 16
+#: All of them that were measured; kernels take no more columns than the last.
+BUCKETS = (16, 32, 64, 128, 256)
+#: Of a site that does not say its own.
+USUAL_HEAD_DIM = 64
 
-# Estimates, from single runs on an H200 in bf16 with windows of 576 tokens and 16 heads of 32. The
-# unit is what 16 factor columns add there, 0.02 ms to about 0.22 ms; a dense bias adds 0.11 ms, a
-# table 0.20 ms. That 64 columns cost six units is a comparison across runs (windows of 144 tokens);
-# 128 columns and more, and dense biases that leave the cache, were not measured.
+#: What the table calls attention without a bias, and with a dense one in torch's fused attention.
+PLAIN, DENSE_SDPA = "none", "dense, sdpa"
+#: Two terms in one form: what it costs more than the first alone is the cost of the second.
+TOGETHER = {"diagonal": ("low_rank 16 + diagonal", "low_rank 16")}
+#: Forms that were measured, by kinds of terms; a key bias adds a number per key, as ALiBi does.
+FORMS = {
+    "relative_table": "relative_table",
+    "dense": "dense",
+    "alibi": "alibi",
+    "key_bias": "alibi",
+    "regions": "regions",
+}
 
-#: Cost of a low-rank term by its padded number of columns.
-LOW_RANK = {16: 1.0, 32: 2.0, 64: 6.0, 128: 16.0, 256: 40.0}
-#: Cost of a diagonal: a comparison, a selection and an addition per score, and no memory. Nobody
-#: measured it; it counts as much as 16 columns, so that a diagonal must save more than these.
-DIAGONAL = 1.0
-#: More columns than any kernel takes.
-LOW_RANK_BEYOND = 100.0
-#: Cost of one table look-up.
-RELATIVE_TABLE = 9.0
-#: Cost of a dense bias that stays in the cache, and of one that does not.
-DENSE_CACHED, DENSE_STREAMED = 5.0, 15.0
-#: Largest dense bias of one head, in bytes of half precision, that stays in the cache: N = 1024.
-CACHED_BYTES = 2 * 1024 * 1024
+#: length -> picoseconds per score, ascending
+Curve = list[tuple[int, float]]
 
 
 def rank_bucket(rank: int) -> int:
@@ -39,32 +47,90 @@ def rank_bucket(rank: int) -> int:
     return max(SMALLEST_BUCKET, 1 << (rank - 1).bit_length())
 
 
-def relative_cost(kind: str, n: int, m: int, rank: int = 0) -> float:
-    """Cost per score of adding a term to an attention over n queries and m keys.
+def time_per_score(form: str, n: int, m: int, head_dim: int | None = None) -> float:
+    """Picoseconds per score of attention over n queries and m keys, as measured on Hopper.
 
-    The rule, verbatim: nothing costs 0; a low-rank term 1, 2, 6, 16 or 40 if its rank, padded,
-    is 16, 32, 64, 128 or 256, and 100 above; a diagonal 1; a relative table 9; a dense bias 5 while
-    the n x m matrix of one head takes at most 2 MiB in half precision (n = m = 1024), else 15. Of
-    two terms of equal cost the exact one is taken, and of factors those without a diagonal.
+    Between measured lengths it is interpolated over the logarithm of sqrt(n m), beyond them it is
+    that of the nearest; head sizes count as the next measured one.
+
+    Args:
+        form: as the table calls it.
+        n: number of queries.
+        m: number of keys.
+        head_dim: size of a head; None if it is not known.
+
+    Raises:
+        ValueError: a form that was not measured.
+    """
+    table = _table()
+    sizes = sorted(table)
+    at = min(bisect.bisect_left(sizes, head_dim or USUAL_HEAD_DIM), len(sizes) - 1)
+    curves = table[sizes[at]]
+    if form not in curves:
+        raise ValueError(f"no cost is known for {form!r}")
+    return _interpolated(curves[form], math.sqrt(max(1, n * m)))
+
+
+def added_cost(kind: str, n: int, m: int, rank: int = 0, head_dim: int | None = None) -> float:
+    """Picoseconds per score that a term adds to attention over n queries and m keys.
+
+    Of two terms of equal cost the exact one is taken, and of factors those without a diagonal.
 
     Args:
         kind: "none", or the kind of a term.
         n: number of queries.
         m: number of keys.
         rank: of a low-rank term.
+        head_dim: size of a head; None if it is not known.
+
+    Returns:
+        At least 0, for noise makes nothing faster; infinity for more columns than kernels take.
 
     Raises:
         ValueError: a kind without a cost.
     """
-    if kind == "none":
+    if kind == "none" or (kind == "low_rank" and rank == 0):
         return 0.0
     if kind == "low_rank":
-        bucket = rank_bucket(rank)
-        return LOW_RANK.get(bucket, LOW_RANK_BEYOND) if bucket else 0.0
-    if kind == "diagonal":
-        return DIAGONAL
-    if kind == "relative_table":
-        return RELATIVE_TABLE
-    if kind == "dense":
-        return DENSE_CACHED if 2 * n * m <= CACHED_BYTES else DENSE_STREAMED
-    raise ValueError(f"no cost is known for a term of kind {kind!r}")
+        return _columns(rank_bucket(rank), n, m, head_dim)
+    if kind in TOGETHER:
+        both, one = (time_per_score(form, n, m, head_dim) for form in TOGETHER[kind])
+        return max(0.0, both - one)
+    if kind not in FORMS:
+        raise ValueError(f"no cost is known for a term of kind {kind!r}")
+    return _added(FORMS[kind], n, m, head_dim)
+
+
+def _columns(bucket: int, n: int, m: int, head_dim: int | None) -> float:
+    """Never less than fewer columns cost, whatever a measurement says."""
+    if bucket > BUCKETS[-1]:
+        return math.inf
+    return max(_added(f"low_rank {b}", n, m, head_dim) for b in BUCKETS if b <= bucket)
+
+
+def _added(form: str, n: int, m: int, head_dim: int | None) -> float:
+    plain = time_per_score(PLAIN, n, m, head_dim)
+    return max(0.0, time_per_score(form, n, m, head_dim) - plain)
+
+
+def _interpolated(curve: Curve, length: float) -> float:
+    at = bisect.bisect_left([n for n, _ in curve], length)
+    if at == 0 or at == len(curve):
+        return curve[min(at, len(curve) - 1)][1]
+    (n0, low), (n1, high) = curve[at - 1], curve[at]
+    share = math.log(length / n0) / math.log(n1 / n0)
+    return low + share * (high - low)
+
+
+@cache
+def _table() -> dict[int, dict[str, Curve]]:
+    """Head size -> form -> curve."""
+    found: dict[int, dict[str, Curve]] = {}
+    text = (files(__package__) / "cost_table.csv").read_text("utf-8")
+    for row in csv.DictReader(text.splitlines()):
+        forms = found.setdefault(int(row["head_size"]), {})
+        forms.setdefault(row["form"], []).append((int(row["n"]), float(row["ps_per_score"])))
+    for forms in found.values():
+        for curve in forms.values():
+            curve.sort()
+    return found

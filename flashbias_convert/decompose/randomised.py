@@ -53,7 +53,7 @@ def decompose_quickly(
 
     Returns:
         Terms, and a decision per head. Ranks whose factors cost no less than a dense bias
-        (`costs.relative_cost`) are not even looked for, unless `rank` asks for one.
+        (`costs.added_cost`) are not even looked for, unless `rank` asks for one.
 
     Raises:
         UsageError: a rank or an energy that makes no sense.
@@ -98,9 +98,9 @@ def quick_factors(bias: Tensor, rank: int) -> LowRank:
 
 def affordable_rank(n: int, m: int) -> int:
     """The largest rank whose factors cost less than a dense bias over n queries and m keys."""
-    dense = costs.relative_cost("dense", n, m)
+    dense = costs.added_cost("dense", n, m)
     return max(
-        (r for r in costs.LOW_RANK if costs.relative_cost("low_rank", n, m, r) < dense), default=0
+        (r for r in costs.BUCKETS if costs.added_cost("low_rank", n, m, r) < dense), default=0
     )
 
 

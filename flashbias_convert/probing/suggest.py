@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..decompose import decompose, dense_term, measure
-from ..decompose.costs import relative_cost
+from ..decompose.costs import added_cost
 from ..decompose.svd import truncated_svd
 from ..options import DecomposeOptions
 from ..terms import RelativeTable, ScoreBias
@@ -69,7 +69,7 @@ def ranks_of_calls(samples: Tensor, visible: Tensor | None, energy: float) -> Fi
     if n * m > LARGEST_CELLS:
         return Fit(None)
     ranks, errors = _ranks(samples[:MOST_ENTRIES], visible, energy)
-    low = relative_cost("low_rank", n, m, max(ranks)) < relative_cost("dense", n, m)
+    low = added_cost("low_rank", n, m, max(ranks)) < added_cost("dense", n, m)
     return Fit(None, ranks, errors, low and 2 * max(ranks) < min(n, m))
 
 
