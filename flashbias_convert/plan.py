@@ -30,6 +30,8 @@ class SitePlan:
         reason: why, in words; for a patched site what was chosen.
         n, m, heads, head_dim: sizes of one attention call (0 when unknown).
         decisions: one per head; empty unless the bias was decomposed.
+        gain: how many times as fast as with a dense bias in torch's fused attention its attention
+            should be, see `decompose.expected_gain`; None where nobody measured it.
         warnings: what a user should know about this site.
         spec: `ScoreBias.spec()` of the terms, masks included; None unless patched.
         bias: the terms themselves; only in memory.
@@ -45,6 +47,7 @@ class SitePlan:
     heads: int = 0
     head_dim: int = 0
     decisions: tuple[HeadDecision, ...] = ()
+    gain: float | None = None
     warnings: tuple[str, ...] = ()
     spec: dict[str, Any] | None = None
     bias: ScoreBias | None = field(default=None, repr=False, compare=False)

@@ -45,7 +45,7 @@ def files_of(wheel: Path) -> set[str]:
 
 
 def files_of_the_tree() -> set[str]:
-    kinds = (".py", ".typed", ".css", ".js")
+    kinds = (".py", ".typed", ".css", ".js", ".csv")
     own = [p for p in (ROOT / "flashbias_convert").rglob("*") if p.suffix in kinds]
     files = {p.relative_to(ROOT).as_posix() for p in own}
     recipes = (ROOT / "recipes").rglob("*.py")

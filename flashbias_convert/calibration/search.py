@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from ..decompose import expected_gain
 from ..decompose.decision import HeadDecision
 from ..errors import FlashBiasError
 from ..inputs import Batch
@@ -39,7 +40,8 @@ class Alternatives:
     def planned(self, allowed: float, difference: float) -> SitePlan:
         """The site with its terms and decisions for `allowed`."""
         choice = self.choice(allowed)
-        bias = merged(self.forms, choice, split_site(self.site)[1])
+        site, masks = self.site, split_site(self.site)[1]
+        bias = merged(self.forms, choice, masks)
         decisions = tuple(
             self._decision(head, self.forms[at], allowed) for head, at in enumerate(choice)
         )
@@ -48,8 +50,10 @@ class Alternatives:
         reason = (
             f"calibrated: {parts} of {self.site.heads} heads; outputs change by {difference:.2g}"
         )
+        kinds = [term.kind for term in masks]
+        gain = expected_gain(decisions, kinds, site.n, site.m, site.head_dim)
         return dataclasses.replace(
-            self.site, decisions=decisions, reason=reason, spec=bias.spec(), bias=bias
+            site, decisions=decisions, reason=reason, gain=gain, spec=bias.spec(), bias=bias
         )
 
     def _decision(self, head: int, form: Form, allowed: float) -> HeadDecision:

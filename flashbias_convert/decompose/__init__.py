@@ -9,6 +9,7 @@ from .costs import SHORTEST_N, added_cost, rank_bucket
 from .decision import Decomposition, HeadDecision
 from .energy import cumulative_energy, rank_for_energy, spectrum
 from .exact import dense_term, is_row_constant, regions, relative_table
+from .gain import expected_gain
 from .loss import Loss, measure, row_center
 from .svd import split_columns, svd_factors
 
@@ -22,6 +23,7 @@ __all__ = [
     "cumulative_energy",
     "decompose",
     "dense_term",
+    "expected_gain",
     "is_row_constant",
     "measure",
     "rank_bucket",

@@ -74,7 +74,8 @@ def decompose(
     heads = [h for h in range(num_heads) if not constant[h]]
     left_alone = _left_alone(bias, options)
     truncations = [] if left_alone else _truncations(bias, heads, options, name, visible)
-    found = [t.candidates(*bias.shape[-2:], head_dim) for t in truncations]
+    n, m = bias.shape[-2:]
+    found = [t.candidates(n, m, head_dim) for t in truncations]
     low_rank = {h: [some[h] for some in found if h in some] for h in heads}
     needs_exact = [h for h in heads if _taken_by_svd(low_rank[h], options) is None]
     tables = find_tables(bias, needs_exact, index, name)

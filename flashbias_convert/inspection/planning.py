@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from ..decompose import Decomposition, decompose
+from ..decompose import Decomposition, decompose, expected_gain
 from ..errors import FlashBiasError, UsageError
 from ..modules import with_builders
 from ..options import DecomposeOptions
@@ -109,7 +109,13 @@ def _decide(plan: SitePlan, description: Description, options: DecomposeOptions)
         return replace(plan, reason=NEEDS_FIT)
     result = Decomposition(ScoreBias((), description.num_heads), ())
     if description.bias is not None:
-        result = decompose(description.bias, options, name=plan.name, index=description.index)
+        result = decompose(
+            description.bias,
+            options,
+            name=plan.name,
+            index=description.index,
+            head_dim=description.head_dim,
+        )
     plan = replace(plan, decisions=result.decisions)
     if result.left_alone is not None:
         return replace(plan, status="left alone", reason=result.left_alone)
@@ -118,9 +124,18 @@ def _decide(plan: SitePlan, description: Description, options: DecomposeOptions)
         plan,
         status="patched",
         reason=_summary(result, description),
+        gain=_gain(result, description),
         spec=with_builders(bias.spec(), description.builders),
         bias=bias,
     )
+
+
+def _gain(result: Decomposition, description: Description) -> float | None:
+    if description.builders:
+        return None
+    masks = [term.kind for term in description.exact_terms]
+    sizes = description.n, description.m, description.head_dim
+    return expected_gain(result.decisions, masks, *sizes)
 
 
 def _summary(result: Decomposition, description: Description) -> str:

@@ -14,11 +14,11 @@ from flashbias_convert.decompose import (
     decompose,
     measure,
     rank_bucket,
-    relative_cost,
 )
 from flashbias_convert.errors import DecompositionError, UsageError
 from flashbias_convert.options import DecomposeOptions
 
+pytestmark = pytest.mark.usefixtures("prices")
 N = 48
 
 
@@ -109,20 +109,21 @@ def test_auto_takes_the_cheapest_that_is_good_enough():
     check_terms(found, bias)
 
 
-def test_auto_weighs_by_the_cost_rule(monkeypatch: pytest.MonkeyPatch):
+def test_auto_weighs_by_cost(prices: dict[str | int, float]):
     bias = torch.cat([smooth(), table(), noise()])
-    prices = {"relative_table": 0.5, "low_rank": 0.7, "dense": 0.9}
-    monkeypatch.setattr(candidates, "relative_cost", lambda kind, *_: prices[kind])
+    prices |= {"relative_table": 0.5, "dense": 0.9}
+    prices |= dict.fromkeys((16, 32, 64), 0.7)
     assert kinds(decompose(bias, DecomposeOptions())) == ["low_rank", "relative_table", "low_rank"]
-    prices["low_rank"] = 0.9
+    prices |= dict.fromkeys((16, 32, 64), 0.9)
     assert kinds(decompose(bias, DecomposeOptions())) == ["dense", "relative_table", "dense"]
 
 
-def test_auto_prefers_a_table_to_a_dense_bias_that_leaves_the_cache():
-    bias = table(n=1056)
+def test_auto_prefers_a_table_to_a_dense_bias_that_costs_more(prices: dict[str | int, float]):
+    prices |= {"dense": 15, 64: 20}
+    bias = table(n=N)
     found = decompose(bias, DecomposeOptions())
     assert kinds(found) == ["relative_table"]
-    assert "relative positions is exact, cost 9; dense costs 15; low_rank of rank" in (
+    assert "relative positions is exact, 9 ps per score; dense: 15 ps; low_rank of rank" in (
         found.decisions[0].reason
     )
 
@@ -196,7 +197,7 @@ def test_an_identity_is_not_low_rank():
     found = decompose(bias, DecomposeOptions())
     assert kinds(found) == ["dense"]
     assert "low_rank of rank 4" in found.decisions[0].reason
-    assert "(padded 64) costs 6" in found.decisions[0].reason
+    assert "(padded 64): 6 ps" in found.decisions[0].reason
 
 
 def test_the_columns_of_refused_heads_are_not_kept():
@@ -395,15 +396,3 @@ def test_terms_survive_a_round_trip_through_their_state():
 
 def test_rank_buckets():
     assert [rank_bucket(r) for r in (0, 1, 16, 17, 32, 33, 65)] == [0, 16, 16, 32, 32, 64, 128]
-
-
-def test_the_cost_rule():
-    assert relative_cost("none", 64, 64) == 0
-    assert relative_cost("low_rank", 64, 64, rank=17) == 2
-    assert relative_cost("low_rank", 64, 64, rank=0) == 0
-    assert relative_cost("low_rank", 999, 999, rank=999) == 100
-    assert relative_cost("relative_table", 64, 64) == 9
-    assert relative_cost("dense", 1024, 1024) == 5
-    assert relative_cost("dense", 1024, 1025) == 15
-    with pytest.raises(ValueError, match="no cost is known"):
-        relative_cost("regions", 64, 64)

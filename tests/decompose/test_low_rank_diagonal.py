@@ -22,6 +22,7 @@ from flashbias_convert.terms import Diagonal, LowRank
 from tests.support import assert_parity
 from tests.toy import TOY, ToyModel, make_input, make_model
 
+pytestmark = pytest.mark.usefixtures("prices")
 N = 72
 EPS32 = torch.finfo(torch.float32).eps
 
@@ -236,23 +237,19 @@ def test_the_option_is_needed():
     assert kinds(decompose(bias, DecomposeOptions(method="svd"))) == ["low_rank"] * 5
 
 
-def test_auto_takes_it_where_it_costs_less(monkeypatch: pytest.MonkeyPatch):
+def test_auto_takes_it_where_it_costs_less(prices: dict[str | int, float]):
     bias = mixed()
     both, auto = "low_rank+diagonal", options(method="auto")
     found = decompose(bias, auto)
     # a dense bias costs 5; 16 columns 1, 32 columns 2, a diagonal 1
     assert kinds(found) == [both, "low_rank", "dense", "diagonal", both]
     assert "with a diagonal" in found.decisions[0].reason
-    assert "cost 2; dense costs 5; low_rank of rank" in found.decisions[0].reason
+    assert "2 ps per score; dense: 5 ps; low_rank of rank" in found.decisions[0].reason
     check_terms(found, bias)
-    monkeypatch.setattr(costs, "DIAGONAL", 4.0)  # as much as dense together with 16 columns
+    prices["diagonal"] = 4  # as much as dense together with 16 columns
     assert kinds(decompose(bias, auto)) == ["dense", "low_rank", "dense", "diagonal", "dense"]
-    monkeypatch.setattr(costs, "DIAGONAL", 5.0)
+    prices["diagonal"] = 5
     assert kinds(decompose(bias, auto))[3] == "dense"
-
-
-def test_a_diagonal_has_a_price():
-    assert costs.relative_cost("diagonal", 64, 64) == 1.0
 
 
 @pytest.mark.parametrize("changes", [{"method": "exact"}, {"energy": 1.0}])

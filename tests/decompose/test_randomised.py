@@ -11,6 +11,7 @@ from flashbias_convert.decompose import measure, row_center, svd_factors
 from flashbias_convert.decompose.randomised import affordable_rank, decompose_quickly
 from flashbias_convert.terms import LowRank
 
+pytestmark = pytest.mark.usefixtures("prices")
 N = 48
 
 

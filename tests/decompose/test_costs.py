@@ -1,0 +1,80 @@
+"""What attention with a term costs, by the committed measurements."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+
+from flashbias_convert.decompose import HeadDecision, added_cost, expected_gain
+from flashbias_convert.decompose.costs import (
+    BUCKETS,
+    DENSE_SDPA,
+    FORMS,
+    PLAIN,
+    TOGETHER,
+    _table,
+    time_per_score,
+)
+
+KINDS = [*FORMS, *TOGETHER]
+
+
+def test_every_form_was_measured_at_every_size() -> None:
+    forms = {PLAIN, DENSE_SDPA, *FORMS.values(), *(f"low_rank {b}" for b in BUCKETS)}
+    forms |= {form for pair in TOGETHER.values() for form in pair}
+    lengths = {tuple(n for n, _ in curve) for own in _table().values() for curve in own.values()}
+    assert len(lengths) == 1 and all(set(own) == forms for own in _table().values())
+    assert all(ps > 0 for own in _table().values() for curve in own.values() for _, ps in curve)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n, head_dim", [(1, 16), (64, 32), (600, 48), (2**20, 512), (577, None)])
+def test_terms_cost_something_finite(kind: str, n: int, head_dim: int | None) -> None:
+    assert 0 <= added_cost(kind, n, n, head_dim=head_dim) < math.inf
+    assert 0 < time_per_score(PLAIN, n, n, head_dim) < math.inf
+
+
+def test_ranks_cost_what_their_padding_costs() -> None:
+    at = {"n": 576, "m": 576, "head_dim": 32}
+    costs = [added_cost("low_rank", rank=rank, **at) for rank in (0, 1, 16, 17, 32, 33, 129, 257)]
+    assert costs[0] == 0 < costs[1] == costs[2] < costs[3] == costs[4] < costs[5] < costs[6]
+    assert costs[7] == math.inf
+    assert added_cost("none", 576, 576) == 0
+    with pytest.raises(ValueError, match="no cost is known"):
+        added_cost("axial", 64, 64)
+
+
+def test_more_columns_never_cost_less() -> None:
+    for head_dim in _table():
+        for n in (64, 144, 300, 4096):
+            costs = [added_cost("low_rank", n, n, b, head_dim) for b in BUCKETS]
+            assert costs == sorted(costs)
+
+
+def test_between_measured_lengths_costs_lie_between() -> None:
+    curve = _table()[32][PLAIN]
+    for (n, low), (longer, high) in itertools.pairwise(curve):
+        assert time_per_score(PLAIN, n, n, 32) == pytest.approx(low)
+        between = time_per_score(PLAIN, round(math.sqrt(n * longer)), n, 32)
+        assert min(low, high) <= between <= max(low, high)
+    assert time_per_score(PLAIN, 1, 1, 32) == curve[0][1]
+    assert time_per_score(PLAIN, 10**9, 10**9, 32) == curve[-1][1]
+
+
+def test_the_gain_counts_every_head_and_mask() -> None:
+    none: dict[str, Any] = {"energy": 1.0, "attention_error": 0.0, "reason": ""}
+    none |= {"logit_error_max": 0.0, "logit_error_rms": 0.0}
+    heads = [HeadDecision(0, "low_rank", 16, **none)]
+    heads += [HeadDecision(1, "low_rank+diagonal", 20, **none)]
+    at = (576, 576, 32)
+    own = [added_cost("low_rank", *at[:2], 16, 32)]
+    own += [added_cost("low_rank", *at[:2], 20, 32) + added_cost("diagonal", *at[:2], head_dim=32)]
+    time = time_per_score(PLAIN, *at) + added_cost("regions", *at[:2], head_dim=32) + sum(own) / 2
+    gain = expected_gain(heads, ["regions"], *at)
+    assert gain == pytest.approx(time_per_score(DENSE_SDPA, *at) / time)
+    bare = expected_gain([], [], *at)
+    assert gain is not None and bare is not None and bare > gain
+    assert expected_gain(heads, ["axial"], *at) is None
