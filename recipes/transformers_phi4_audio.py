@@ -17,6 +17,7 @@ from flashbias_convert.about import About
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.patched_owner import PatchedOwner
 from flashbias_convert.recipe import Description, Owner, Recipe, Site, UnsupportedSite
+from flashbias_convert.tables import require_shared_heads
 from flashbias_convert.terms import KeyBias
 
 
@@ -100,8 +101,10 @@ def describe(site: Site) -> Description:
         raise UnsupportedSite(
             f"it is configured for streaming in chunks of {config.chunk_size} frames"
         )
-    n = min(site.tokens or 500, 500)
-    heads, size = config.num_attention_heads, module.head_dim
+    owner: Any = site.owner
+    n, size = min(site.tokens or 500, 500), module.head_dim
+    heads = getattr(module.q_proj, "out_features", config.hidden_size) // size
+    require_shared_heads(heads, owner.relative_attention_bias_layer.bias_values)
     return Description(None, heads, n, n, size, builders=("distance_table",))
 
 
