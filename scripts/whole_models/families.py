@@ -20,7 +20,8 @@ def cases(tiny: bool = False) -> dict[str, Case]:
     """By the names of the command line, all of which begin with "family-"."""
     s = Sizes(tiny)
     made = {**_timm(s), **_vision(s), **_language(s), **_others(s), **rarer.parts(s)}
-    found = {name: family(name, *rest) for name, rest in made.items()} | rarer.of_this_package(s)
+    found = {name: family(name, *rest, tiny=tiny) for name, rest in made.items()}
+    found |= rarer.of_this_package(s)
     return {f"family-{name}": case for name, case in found.items()}
 
 

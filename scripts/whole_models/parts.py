@@ -17,6 +17,8 @@ from .given import Inputs
 _TABLES = ("relative_position_bias", "relative_attention_bias", "rel_pos", "rel_attn_embed",
            "rel_2d_pos", "attention_biases", "bias_table", "bias_values")  # fmt: skip
 _LAYERS = 4
+#: what is measured of each
+FAMILY_WAYS, FAMILY_MODES = (ORIGINAL, OURS, EXACT), ("eager", "compiled")
 
 #: by name: batch, tokens of a call, what makes the model, what goes through it
 Parts = dict[str, tuple[int, int, Callable[[], nn.Module], Inputs]]
@@ -54,8 +56,10 @@ def of_torchvision(n: int, heads: list[int], dim: int) -> Callable[[], nn.Module
     return make
 
 
-def family(name: str, batch: int, n: int, make: Callable[[], nn.Module], given: Inputs) -> Case:
-    """A case with the original and both ways to convert."""
+def family(
+    name: str, batch: int, n: int, make: Callable[[], nn.Module], given: Inputs, *, tiny: bool
+) -> Case:
+    """A case with the original and both ways to convert; of a tiny one all sites are patched."""
 
     def build(device: torch.device) -> nn.Module:
         return with_biases(make()).to(device)
@@ -63,8 +67,10 @@ def family(name: str, batch: int, n: int, make: Callable[[], nn.Module], given: 
     def inputs(_: Any, __: str, device: torch.device, dtype: torch.dtype, count: int) -> Any:
         return given(count, device, dtype)
 
-    ways = (ORIGINAL, OURS, EXACT)
-    return Case(name, batch, n, ways, build, inputs, converted, ("eager", "compiled"))
+    def alter(model: nn.Module, way: str) -> nn.Module:
+        return converted(model, way, force=tiny)
+
+    return Case(name, batch, n, FAMILY_WAYS, build, inputs, alter, FAMILY_MODES)
 
 
 class Sizes:

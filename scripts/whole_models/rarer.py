@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import torchvision
+from timm.models.gcvit import GlobalContextVit
 from torch import nn
 from transformers.models.esm import configuration_esm, modeling_esmfold
 
 from . import language, weather
-from .case import EXACT, ORIGINAL, OURS, Case
+from .case import Case, converted
 from .given import images, normal, page_pairs, pairs, tokens
-from .parts import Parts, Sizes, of_timm, of_transformers
+from .parts import FAMILY_MODES, FAMILY_WAYS, Parts, Sizes, of_timm, of_transformers
 
 
 def parts(s: Sizes) -> Parts:
@@ -23,7 +24,7 @@ def parts(s: Sizes) -> Parts:
 
 def _vision(s: Sizes) -> Parts:
     depths = (1, 1) if s.tiny else (2, 2, 2, 2)
-    gcvit: dict[str, Any] = {"depths": depths}
+    gcvit: dict[str, Any] = {"depths": depths, "num_heads": (4, 8, 16, 32), "embed_dim": 128}
     cr: dict[str, Any] = {"depths": depths}
     if s.tiny:
         gcvit |= {"img_size": 32, "window_size": (2, 2), "num_heads": (1, 2), "embed_dim": 16}
@@ -32,8 +33,8 @@ def _vision(s: Sizes) -> Parts:
     video = (3, 4, 32, 32) if s.tiny else (3, 16, 224, 224)
     beit = {**s.bert(), "image_size": s.image, "use_relative_position_bias": True}
     return {
-        "timm_gcvit, base, 8 layers": (
-            s.batch, 196, of_timm("gcvit_base", **gcvit), images(s.image),
+        "timm_gcvit, as base, 8 layers": (
+            s.batch, 196, lambda: GlobalContextVit(**gcvit), images(s.image),
         ),
         "timm_swinv2_cr, base, 8 layers": (
             s.batch, 49, of_timm("swinv2_cr_base_224", **cr), images(s.image),
@@ -68,7 +69,7 @@ def _mvit(tiny: bool) -> Callable[[], nn.Module]:
         kernel_kv=[3, 3, 3], stride_q=[1, 1, 1], stride_kv=[1, 2, 2],
     )  # fmt: skip
     kind = {"residual_pool": True, "residual_with_cls_embed": False, "rel_pos_embed": True}
-    return lambda: mvit.MViT((32, 32), 4, [layer], **kind, proj_after_attn=True)
+    return lambda: mvit.MViT((32, 32), 4, [layer, layer], **kind, proj_after_attn=True)
 
 
 def _language(s: Sizes) -> Parts:
@@ -108,6 +109,17 @@ def _language(s: Sizes) -> Parts:
     }  # fmt: skip
 
 
+class First(nn.Module):
+    """The first thing that a module returns: the original has its attention weights behind it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)[0]
+
+
 def _pairs(s: Sizes) -> Parts:
     """Half of the residues of a usual crop where there is a block: its pairs fill the memory."""
     sequence, pair, head, n = (32, 16, 8, 12) if s.tiny else (1024, 128, 32, 256)
@@ -121,7 +133,8 @@ def _pairs(s: Sizes) -> Parts:
         return modeling_esmfold.EsmFoldTriangularSelfAttentionBlock(trunk)
 
     def attention() -> nn.Module:
-        return modeling_esmfold.EsmFoldSelfAttention(sequence, sequence // head, head, gated=True)
+        inner = modeling_esmfold.EsmFoldSelfAttention(sequence, sequence // head, head, gated=True)
+        return First(inner)
 
     heads = sequence // head
     return {
@@ -147,5 +160,9 @@ def of_this_package(s: Sizes) -> dict[str, Case]:
         ),
         "pangu, 181 x 360": weather.pangu("", depths=(2, 2, 2, 2), **grid),
     }
-    ways = {"ways": (ORIGINAL, OURS, EXACT), "modes": ("eager", "compiled")}
-    return {name: replace(case, name=name, **ways) for name, case in found.items()}
+
+    def alter(model: nn.Module, way: str) -> nn.Module:
+        return converted(model, way, force=s.tiny)
+
+    same: dict[str, Any] = {"ways": FAMILY_WAYS, "modes": FAMILY_MODES, "alter": alter}
+    return {name: replace(case, name=name, **same) for name, case in found.items()}
