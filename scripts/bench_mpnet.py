@@ -41,7 +41,8 @@ def original(folder: Path | None, tiny: bool) -> nn.Module:
     if folder is not None:
         return transformers.MPNetModel.from_pretrained(folder).eval()
     torch.manual_seed(0)
-    model = transformers.MPNetModel(transformers.MPNetConfig(**(TINY if tiny else {})))
+    sizes = {"max_position_embeddings": max(LENGTHS) + 2, **(TINY if tiny else {})}
+    model = transformers.MPNetModel(transformers.MPNetConfig(**sizes))
     nn.init.normal_(model.encoder.relative_attention_bias.weight)
     return model.eval()
 
@@ -119,9 +120,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         converted = convert(model, Path(folder))
         table = Table(options.output, resume=options.resume)
-        for options.dtype in options.dtypes:
-            name = f"MPNet, {weights}, {options.dtype}"
-            run([timed(name, model, converted, options.tiny)], options, table)
+        for dtype in options.dtypes:
+            case = timed(f"MPNet, {weights}, {dtype}", model, converted, options.tiny)
+            run([case], argparse.Namespace(**{**vars(options), "dtype": dtype}), table)
         near = cosines(model, converted, device, options.dtypes)
     told = {"weights": weights, **machine(device, torch.float32), "cosines": near}
     told |= {"rows": table.rows}
