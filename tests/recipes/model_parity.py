@@ -1,4 +1,7 @@
-"""What every recipe must do: checks that take a tiny model and a way to run it."""
+"""Recipes of models that make their bias in each call: checks of a tiny model and one run of it.
+
+Other weights bring their own bias here; `parity` is for terms that are made of weights once.
+"""
 
 from __future__ import annotations
 
