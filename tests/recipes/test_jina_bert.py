@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -63,6 +62,11 @@ class Twice(JinaBertSelfAttention):
         return 2 * bias
 
 
+class Output(NamedTuple):
+    last_hidden_state: Tensor
+    attentions: list[Tensor]
+
+
 class JinaBertEncoder(nn.Module):
     """Keeps a matrix, and makes a larger one where it must."""
 
@@ -107,7 +111,7 @@ class JinaBertEncoder(nn.Module):
             )  # fmt: skip
             hidden_states = hidden_states + out[0]
             weights.extend(out[1:])
-        return SimpleNamespace(last_hidden_state=hidden_states, attentions=weights)
+        return Output(hidden_states, weights)
 
 
 class Anew(JinaBertEncoder):
@@ -205,6 +209,17 @@ def test_nothing_of_quadratic_size_is_made(monkeypatch: pytest.MonkeyPatch) -> N
             context.setattr(ScoreBiasModule, "forward", lambda self, q, k, v, **kwargs: q.clone())
             with NoSquares(600):
                 long.output(model)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["kept", "anew"])
+def test_compiles_in_one_graph(name: str) -> None:
+    model = CASES[name].make()
+    CASES[name].patched(model)
+    expected = CASES[name].output(model)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(CASES[name].run(compiled), expected)
 
 
 def test_attention_weights_come_from_the_original() -> None:

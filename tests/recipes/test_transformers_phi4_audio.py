@@ -107,6 +107,16 @@ def test_nothing_of_quadratic_size_is_made(monkeypatch: pytest.MonkeyPatch) -> N
         case.output(model)
 
 
+@torch.no_grad()
+def test_compiles_in_one_graph() -> None:
+    one = CASES["padded"]
+    model = one.make()
+    one.patched(model)
+    expected = one.output(model)
+    torch.compiler.reset()
+    assert torch.equal(one.run(torch.compile(model, backend="eager", fullgraph=True)), expected)
+
+
 def test_an_encoder_that_streams_is_unsupported() -> None:
     plan = inspect_model(phi4(chunk_size=8))
     assert plan.counts() == {"unsupported": 2} and "chunks of 8" in plan.sites[0].reason
