@@ -77,6 +77,22 @@ def require_plain_layers(layers: nn.Module, attention: nn.Module) -> None:
             )
 
 
+def require_shared_heads(heads: int, table: nn.Embedding | None) -> None:
+    """Refuse attention with fewer heads than the bias that it shares, as after pruning.
+
+    Args:
+        heads: of the attention module.
+        table: what makes the bias, an entry for every head; None if it is not known.
+
+    Raises:
+        UnsupportedSite: the numbers differ.
+    """
+    if table is not None and table.embedding_dim != heads:
+        raise UnsupportedSite(
+            f"it has {heads} heads, but the bias that its layers share has {table.embedding_dim}"
+        )
+
+
 def in_float32(module: nn.Module) -> Any:
     """The module, or a copy in float32 of one in half precision, which rounds what it computes."""
     half = any(torch.finfo(p.dtype).bits < 32 for p in module.parameters())

@@ -106,15 +106,24 @@ def describe(site: Site) -> Description:
     made = vars(owner)["alibi"]
     if made.is_meta or made.shape[-1] < 2:
         raise UnsupportedSite("its encoder has not made its ALiBi; call rebuild_alibi_tensor")
-    slopes = -made[0, :, 0, 1].float()
-    term = Alibi(slopes=slopes, symmetric=True)
-    size = min(made.shape[-1], 128)
-    right = term.dense(size, size)
-    if not torch.allclose(made[0, :, :size, :size].float(), right, rtol=2**-7):
-        raise UnsupportedSite("its encoder's ALiBi is not minus a slope times the distance")
+    term = symmetric_alibi(made)
     _try_out(module)
     heads, n = module.num_attention_heads, site.tokens or 512
     return Description(None, heads, n, n, module.attention_head_size, exact_terms=(term,))
+
+
+def symmetric_alibi(matrix: Tensor) -> Alibi:
+    """The term of a matrix (1, H, N, N) of minus a slope times the distance.
+
+    Raises:
+        UnsupportedSite: the matrix is another.
+    """
+    term = Alibi(slopes=-matrix[0, :, 0, 1].float(), symmetric=True)
+    size = min(matrix.shape[-1], 128)
+    right = term.dense(size, size)
+    if not torch.allclose(matrix[0, :, :size, :size].float(), right, rtol=2**-7):
+        raise UnsupportedSite("its encoder's ALiBi is not minus a slope times the distance")
+    return term
 
 
 def _try_out(module: Any) -> None:

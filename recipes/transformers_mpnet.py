@@ -14,6 +14,7 @@ from flashbias_convert.causal_owner import KeyTableOwner, bound_arguments
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.patched_owner import PatchedOwner
 from flashbias_convert.recipe import Description, Owner, Recipe, Site
+from flashbias_convert.tables import require_shared_heads
 
 
 class MPNetSelfAttention(PatchedAttention):
@@ -76,9 +77,10 @@ class MPNetEncoder(PatchedOwner):
 def describe(site: Site) -> Description:
     """A table for each call: the bias depends on the distance alone."""
     module: Any = site.module
-    config: Any = getattr(site.owner, "config", None)
-    n = site.tokens or config.max_position_embeddings - 2  # two places are for padding
+    owner: Any = site.owner
+    n = site.tokens or owner.config.max_position_embeddings - 2  # two places are for padding
     heads, size = module.num_attention_heads, module.attention_head_size
+    require_shared_heads(heads, owner.relative_attention_bias)
     return Description(None, heads, n, n, size, builders=("distance_table",))
 
 

@@ -27,6 +27,7 @@ from flashbias_convert.causal import (
 from flashbias_convert.causal_owner import KeyTableOwner, PaddingMaskInGenerate
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.recipe import Description, NoBias, Owner, Recipe, Site, UnsupportedSite
+from flashbias_convert.tables import require_shared_heads
 
 
 class T5Attention(PatchedAttention):
@@ -88,6 +89,13 @@ def is_self_attention(module: Any) -> bool:
     return bool(module.is_causal or not module.is_decoder)
 
 
+def _table_of(stack: nn.Module | None) -> nn.Embedding | None:
+    """The first table below a module: all layers share that of layer 0, or have their own."""
+    below = () if stack is None else stack.modules()
+    found = (getattr(module, "relative_attention_bias", None) for module in below)
+    return next((table for table in found if isinstance(table, nn.Embedding)), None)
+
+
 def describe(site: Site) -> Description:
     """A table for each call: the bias depends on the distance alone."""
     module: Any = site.module
@@ -95,8 +103,9 @@ def describe(site: Site) -> Description:
         raise NoBias("cross-attention: it adds no bias")
     if module.is_decoder and not getattr(module.config, "is_causal", True):
         raise UnsupportedSite("it is configured to attend in both directions")
-    n = site.tokens or 512
-    heads, size = module.n_heads, module.key_value_proj_dim
+    n, size = site.tokens or 512, module.key_value_proj_dim
+    heads = getattr(module.q, "out_features", module.n_heads * size) // size
+    require_shared_heads(heads, _table_of(module) or _table_of(site.owner))
     return Description(None, heads, n, n, size, builders=("distance_table",))
 
 

@@ -14,6 +14,7 @@ from flashbias_convert.fallback import WEIGHTS, say_original, weights_are_record
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.patched_owner import PatchedOwner
 from flashbias_convert.recipe import Description, Owner, Recipe, Site
+from flashbias_convert.tables import require_shared_heads
 
 #: keyword argument that the encoder hands through its layers: position_bias is a table
 _FUSED = "flashbias_table"
@@ -86,8 +87,11 @@ class WavLMEncoder(PatchedOwner):
 def describe(site: Site) -> Description:
     """A table for each call: 50 frames a second, so 500 stand for ten seconds."""
     module: Any = site.module
+    owner: Any = site.owner
     n = site.tokens or 500
     heads, size = module.num_heads, module.head_dim
+    below = (m for m in owner.modules() if isinstance(m, nn.Embedding))  # layer 0 has the only one
+    require_shared_heads(heads, next(below, None))
     return Description(None, heads, n, n, size, builders=("distance_table",))
 
 

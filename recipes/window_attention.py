@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class TableWindowAttention(PatchedAttention):
         given = inspect.signature(self.original_class.forward).bind(self, x, *args, **kwargs)
         windows, n, _ = x.shape  # (B * nW, N, C)
         index = next((v for k, v in given.arguments.items() if k in INDEX_NAMES), None)
-        if n != math.prod(window_of(self)) or (index is not None and not self._is_usual(index)):
+        if n != math.prod(window_of(self)) or (index is not None and not is_usual(self, index)):
             return self.original_forward(x, *args, **kwargs)
         qkv = self.qkv(x).reshape(windows, n, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)  # views, (B * nW, H, N, D)
@@ -50,16 +50,6 @@ class TableWindowAttention(PatchedAttention):
         out = self.proj(out.transpose(1, 2).flatten(2))
         drop = self._modules.get("proj_drop")
         return out if drop is None else drop(out)
-
-    def _is_usual(self, index: Tensor) -> bool:
-        """Looks at the numbers once for each tensor."""
-        seen = (id(index), index.data_ptr(), -1 if index.is_inference() else index._version)
-        if seen != self.__dict__.get("_usual_index"):
-            right = usual_index(window_of(self)).to(index.device)
-            if index.shape != right.shape or not torch.equal(index, right):
-                return False
-            self.__dict__["_usual_index"] = seen
-        return True
 
 
 #: how forwards that are handed an index call it
@@ -80,6 +70,23 @@ def usual_index(window: tuple[int, ...]) -> Tensor:
     for size, place in zip(window, places, strict=True):
         total = total * (2 * size - 1) + place[:, None] - place[None, :] + size - 1
     return total
+
+
+def is_usual(module: nn.Module, handed: Tensor, right: Callable[[], Tensor] | None = None) -> bool:
+    """Whether an index that came with a call is the usual one; looks once for each tensor.
+
+    Args:
+        module: the attention module, which remembers.
+        handed: the index, of any shape.
+        right: makes the usual one; default that of a window, see `usual_index`.
+    """
+    seen = (id(handed), handed.data_ptr(), -1 if handed.is_inference() else handed._version)
+    if seen != module.__dict__.get("_usual_index"):
+        wanted = usual_index(window_of(module)) if right is None else right()
+        if not torch.equal(handed.flatten(), wanted.flatten().to(handed.device)):
+            return False
+        module.__dict__["_usual_index"] = seen
+    return True
 
 
 def index_buffer(module: nn.Module) -> tuple[Tensor, ...]:
@@ -167,7 +174,7 @@ recipe = Recipe(
     matches=looks_like_it,
     about=About(
         models=(
-            "Swin of Microsoft, SwinIR, HAT (not its overlapping blocks) and others: classes of "
+            "Swin of Microsoft, SwinIR, HAT and others: classes of "
             "this name with a table, a window and `qkv`, which are tried out first"
         ),
         exact="shift mask; with `--method exact` the position bias, too",

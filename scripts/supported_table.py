@@ -2,13 +2,19 @@
 
 python scripts/supported_table.py            # writes README.md
 python scripts/supported_table.py --check    # says whether it would change anything
+
+What a recipe gains is what was measured by
+
+python scripts/bench_models.py --models families --output scripts/results/bench_families.csv
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import re
 import sys
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -18,6 +24,12 @@ from flashbias_convert.about import About
 from flashbias_convert.recipe import GROUP, Recipe
 
 README = Path(__file__).parent.parent / "README.md"
+#: rows of `scripts/bench_models.py`; their models are called by the name of a recipe and a comma
+MEASURED = Path(__file__).parent / "results" / "bench_families.csv"
+NOT_MEASURED = "not measured"
+#: variants that are compared
+ORIGINAL, OURS = "original-compiled", "ours-compiled"
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 #: the lines between which a table stands
 MARKS = "<!-- {}: written by scripts/supported_table.py -->", "<!-- end of {} -->"
 
@@ -31,15 +43,61 @@ def installed() -> list[Recipe]:
     return sorted(found, key=lambda r: (r.library not in ("timm", "transformers"), r.name))
 
 
-def converted_table(recipes: list[Recipe]) -> str:
-    """One row for every recipe that converts something."""
+def converted_table(recipes: list[Recipe], gains: Mapping[str, str]) -> str:
+    """One row for every recipe that converts something.
+
+    Args:
+        recipes: of both kinds.
+        gains: see `measured_gains`.
+    """
     rows = []
     for recipe, about in _described(recipes):
         if not about.refused:
             what = (_classes(recipe), about.n, about.exact, about.truncated)
-            rows.append((f"`{recipe.name}`", about.models, *what, about.tested or tested(recipe)))
+            gain = gains.get(recipe.name, NOT_MEASURED)
+            last = (gain, about.tested or tested(recipe))
+            rows.append((f"`{recipe.name}`", about.models, *what, *last))
     titles = ("recipe", "models", "classes", "tokens a call", "what is exact")
-    return _table((*titles, "what is truncated", "tested with"), rows)
+    return _table((*titles, "what is truncated", "what it gains", "tested with"), rows)
+
+
+def measured_gains(path: Path) -> dict[str, str]:
+    """What recipes gain, such as "1.8x, H200, bf16": time of the original over ours, both compiled.
+
+    Args:
+        path: a file of `scripts/bench_models.py`; if there is none, nothing was measured.
+
+    Returns:
+        By the name of a recipe, one entry for each kind of card and dtype; of several models of one
+        recipe the smallest gain.
+    """
+    if not path.is_file():
+        return {}
+    with path.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["median_ms"] and row["device"] != "cpu"]
+    times: dict[tuple[str, str, str], dict[str, float]] = {}
+    for row in rows:
+        key = (row["model"], _card(row["device"]), row["dtype"])
+        times.setdefault(key, {})[row["variant"]] = float(row["median_ms"])
+    found: dict[str, dict[str, float]] = {}
+    for (model, card, dtype), by_variant in times.items():
+        if not {ORIGINAL, OURS} <= set(by_variant):
+            continue
+        where, ratio = (
+            f"{card}, {_SHORT.get(dtype, dtype)}",
+            by_variant[ORIGINAL] / by_variant[OURS],
+        )
+        own = found.setdefault(model.partition(",")[0], {})
+        own[where] = min(ratio, own.get(where, ratio))
+    return {
+        name: "; ".join(f"{ratio:.1f}x, {where}" for where, ratio in own.items())
+        for name, own in found.items()
+    }
+
+
+def _card(name: str) -> str:
+    """ "NVIDIA H100 80GB HBM3" is an H100."""
+    return name.removeprefix("NVIDIA ").partition(" ")[0]
 
 
 def refused_table(recipes: list[Recipe]) -> str:
@@ -63,7 +121,8 @@ def tested(recipe: Recipe) -> str:
 
 def with_tables(text: str, recipes: list[Recipe]) -> str:
     """A README with its tables as the recipes have them."""
-    tables = {"supported": converted_table(recipes), "refused": refused_table(recipes)}
+    supported = converted_table(recipes, measured_gains(MEASURED))
+    tables = {"supported": supported, "refused": refused_table(recipes)}
     for name, table in tables.items():
         start, end = (mark.format(name) for mark in MARKS)
         between = re.compile(f"{re.escape(start)}.*?{re.escape(end)}", re.DOTALL)

@@ -131,14 +131,20 @@ def split_variant(variant: str) -> tuple[str, str]:
     return variant, MODES[0]
 
 
-def converted(model: nn.Module, way: str, **how: Any) -> nn.Module:
+def converted(model: nn.Module, way: str, *, force: bool = False, **how: Any) -> nn.Module:
     """Patch a model: `OURS` as this package decides, `EXACT` with every bit of the bias.
+
+    Args:
+        model: the original.
+        way: one of these two.
+        force: patch sites that this package would leave alone, too, as `EXACT` always does.
+        **how: of `patch_model`.
 
     Raises:
         RuntimeError: a site is not patched.
     """
     method = "exact" if way == EXACT else "auto"
-    plan = patch_model(model, method=method, force_all=way == EXACT, **how)
+    plan = patch_model(model, method=method, force_all=force or way == EXACT, **how)
     left = [site for site in plan.sites if site.status in ("failed", "unsupported")]
     if left or not plan.patched:
         raise RuntimeError(f"not converted: {left[0].name if left else 'no site'}")

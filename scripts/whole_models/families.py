@@ -8,96 +8,24 @@ to matter. The original is compared with what this package makes of it, both com
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
-import timm
-import torch
-import transformers
-from torch import nn
-
-from .case import EXACT, ORIGINAL, OURS, Case, converted
+from . import rarer
+from .case import Case
 from .given import Inputs, images, pages, pairs, sound, tokens
-
-#: parts of the names of parameters that biases are made of; they become normal, variance one
-_TABLES = ("relative_position_bias", "relative_attention_bias", "rel_pos", "rel_attn_embed",
-           "rel_2d_pos", "attention_biases", "bias_table")  # fmt: skip
-_LAYERS = 4
-
-
-@torch.no_grad()
-def with_biases(model: nn.Module) -> nn.Module:
-    """Tables of biases drawn anew, norms of ones."""
-    for name, parameter in model.named_parameters():
-        if any(word in name for word in _TABLES) and "mlp" not in name:
-            parameter.normal_()
-        elif "norm" in name and name.endswith("weight"):
-            parameter.fill_(1)  # some start at zero: blocks would do nothing
-    return model
-
-
-def of_timm(name: str, **args: Any) -> Callable[[], nn.Module]:
-    """A model of timm, without weights."""
-    return lambda: timm.create_model(name, **args)
-
-
-def of_transformers(name: str, config: str, **args: Any) -> Callable[[], nn.Module]:
-    """A model of transformers."""
-    return lambda: getattr(transformers, name)(getattr(transformers, config)(**args))
-
-
-def of_torchvision(n: int, heads: list[int], dim: int) -> Callable[[], nn.Module]:
-    """A Swin of torchvision with windows of n x n."""
-
-    def make() -> nn.Module:
-        from torchvision.models.swin_transformer import SwinTransformer
-
-        return SwinTransformer([4, 4], dim, [2] * len(heads), heads, [n, n])
-
-    return make
-
-
-def family(name: str, batch: int, n: int, make: Callable[[], nn.Module], given: Inputs) -> Case:
-    """A case with the original and both ways to convert."""
-
-    def build(device: torch.device) -> nn.Module:
-        return with_biases(make()).to(device)
-
-    def inputs(_: Any, __: str, device: torch.device, dtype: torch.dtype, count: int) -> Any:
-        return given(count, device, dtype)
-
-    ways = (ORIGINAL, OURS, EXACT)
-    return Case(name, batch, n, ways, build, inputs, converted, ("eager", "compiled"))
-
-
-class Sizes:
-    """Widths of base models, or tiny ones."""
-
-    def __init__(self, tiny: bool) -> None:
-        self.tiny = tiny
-        self.dim, self.heads, self.layers = (32, 2, 1) if tiny else (768, 12, _LAYERS)
-        self.batch, self.text, self.image = (1, 32, 32) if tiny else (16, 1024, 224)
-        self.vocabulary = 97 if tiny else 32000
-
-    def bert(self) -> dict[str, int]:
-        """As most configurations of transformers call them."""
-        return {
-            "hidden_size": self.dim, "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads, "intermediate_size": 4 * self.dim,
-        }  # fmt: skip
+from .parts import Parts, Sizes, family, of_timm, of_torchvision, of_transformers
 
 
 def cases(tiny: bool = False) -> dict[str, Case]:
     """By the names of the command line, all of which begin with "family-"."""
     s = Sizes(tiny)
-    made = {**_timm(s), **_vision(s), **_language(s), **_others(s)}
-    return {f"family-{name}": family(name, *rest) for name, rest in made.items()}
+    made = {**_timm(s), **_vision(s), **_language(s), **_others(s), **rarer.parts(s)}
+    found = {name: family(name, *rest, tiny=tiny) for name, rest in made.items()}
+    found |= rarer.of_this_package(s)
+    return {f"family-{name}": case for name, case in found.items()}
 
 
-_Parts = dict[str, tuple[int, int, Callable[[], nn.Module], Inputs]]
-
-
-def _timm(s: Sizes) -> _Parts:
+def _timm(s: Sizes) -> Parts:
     if s.tiny:
         swin: dict[str, Any] = {"img_size": 32, "patch_size": 4, "embed_dim": 16, "depths": (1, 1)}
         swin |= {"num_heads": (1, 2), "window_size": 4}
@@ -142,7 +70,7 @@ def _timm(s: Sizes) -> _Parts:
     }  # fmt: skip
 
 
-def _vision(s: Sizes) -> _Parts:
+def _vision(s: Sizes) -> Parts:
     heads = [1, 2] if s.tiny else [3, 6, 12, 24]
     dim, window = (16, 4) if s.tiny else (96, 7)
     swin = {"image_size": 32 if s.tiny else 224, "embed_dim": dim, "depths": [2] * len(heads),
@@ -188,7 +116,7 @@ def _vision(s: Sizes) -> _Parts:
     }  # fmt: skip
 
 
-def _language(s: Sizes) -> _Parts:
+def _language(s: Sizes) -> Parts:
     few, n, words = max(1, s.batch // 4), s.text, s.vocabulary
     ids = tokens(n, words, use_cache=False)
     wide, heads = (32, 2) if s.tiny else (2048, 16)
@@ -232,7 +160,7 @@ def _language(s: Sizes) -> _Parts:
     }  # fmt: skip
 
 
-def _others(s: Sizes) -> _Parts:
+def _others(s: Sizes) -> Parts:
     n = s.text // 2
     page = {**s.bert(), "vocab_size": s.vocabulary, "max_position_embeddings": n + 2}
     layout = {**page, "visual_embed": False}

@@ -53,6 +53,29 @@ def pages(n: int, vocabulary: int) -> Inputs:
     return make
 
 
+def page_pairs(n: int, vocabulary: int) -> Inputs:
+    """For an encoder that wants boxes, from 0 to 1, with a decoder."""
+
+    def make(count: int, device: torch.device, dtype: torch.dtype) -> Any:
+        (ids,), more = pages(n, vocabulary)(count, device, dtype)
+        boxes = (more["bbox"] / 1000).to(dtype)
+        return (), {"input_ids": ids, "decoder_input_ids": ids, "bbox": boxes, "use_cache": False}
+
+    return make
+
+
+def normal(*shapes: tuple[int, ...], **named: tuple[int, ...] | None) -> Inputs:
+    """Normal numbers (B, *shape) as arguments, in order and by name; None stays None."""
+
+    def make(count: int, device: torch.device, dtype: torch.dtype) -> Any:
+        def numbers(shape: tuple[int, ...] | None) -> Tensor | None:
+            return None if shape is None else drawn(shape, count).to(device, dtype)
+
+        return tuple(map(numbers, shapes)), {k: numbers(shape) for k, shape in named.items()}
+
+    return make
+
+
 def sound(samples: int) -> Inputs:
     """Waves (B, samples)."""
 

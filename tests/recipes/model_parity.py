@@ -1,4 +1,7 @@
-"""What every recipe must do: checks that take a tiny model and a way to run it."""
+"""Recipes of models that make their bias in each call: checks of a tiny model and one run of it.
+
+Other weights bring their own bias here; `parity` is for terms that are made of weights once.
+"""
 
 from __future__ import annotations
 
@@ -79,13 +82,18 @@ def randomised(model: Any, std: float = 0.15, **large: float) -> Any:
     return model
 
 
-def check_values(case: Case, dtype: torch.dtype, backend: str = "sdpa") -> None:
-    """Patched equals original within rounding, and the bias is much larger than that."""
+def compare(case: Case, dtype: torch.dtype, backend: str = "sdpa") -> tuple[Any, Tensor, Tensor]:
+    """Patched equals original within rounding; the model, what the original computes, the truth."""
     model = case.make().to(dtype)
     plain, truth = case.output(model), case.output(copy.deepcopy(model).double())
     case.patched(model, backend)
-    out = case.output(model)
-    assert_parity(out, plain, truth)
+    assert_parity(case.output(model), plain, truth)
+    return model, plain, truth
+
+
+def check_values(case: Case, dtype: torch.dtype, backend: str = "sdpa") -> None:
+    """`compare`, and the bias is much larger than rounding."""
+    model, plain, truth = compare(case, dtype, backend)
     off = (case.output(without_bias(case, model)).double() - truth).abs().max()
     slack = 2 * (plain.double() - truth).abs().max() + torch.finfo(dtype).eps * truth.abs().max()
     assert off > (100 if dtype == torch.float32 else 3) * slack, f"the bias moves {off:.3g} only"

@@ -1,6 +1,7 @@
-"""One comparison for all recipes: a patched model against its original, with random weights.
+"""Recipes that make terms of weights once: a patched model against its original.
 
-A test file lists `Case`s and runs every one of `CHECKS` on each, and `ONCE` on some.
+A test file lists `Case`s and runs every one of `CHECKS` on each, and `ONCE` on some. Terms go stale
+with the weights here; `model_parity` is for models that make their bias in each call.
 """
 
 from __future__ import annotations

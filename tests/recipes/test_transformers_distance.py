@@ -279,17 +279,45 @@ def test_layers_without_their_stack_are_unsupported() -> None:
         assert site.status == "unsupported" and "not part of this model" in site.reason
 
 
-def test_a_layer_with_fewer_heads_is_refused() -> None:
-    """As after pruning: the table of layer 0 has more heads."""
-    model = t5("t5").encoder
-    attention = model.block[1].layer[0].SelfAttention
-    attention.n_heads, attention.inner_dim = 3, 24
-    for name in "qkv":
-        setattr(attention, name, torch.nn.Linear(32, 24, bias=False))
-    attention.o = torch.nn.Linear(24, 32, bias=False)
-    patch_model(model, backend="sdpa")
-    with pytest.raises(ValueError, match="heads"), torch.no_grad():
+def pruned(name: str) -> tuple[Any, str]:
+    """A model whose second layer has lost one of four heads, but not the bias; and that layer."""
+    model = mpnet() if name == "mpnet" else t5(name).encoder
+    site = "encoder.layer.1.attention.attn" if name == "mpnet" else "block.1.layer.0.SelfAttention"
+    attention = model.get_submodule(site)
+    for part in "qkv":
+        setattr(attention, part, torch.nn.Linear(32, 24, bias=name == "mpnet"))
+    attention.o = torch.nn.Linear(24, 32, bias=name == "mpnet")
+    if name == "mpnet":
+        attention.num_attention_heads, attention.all_head_size = 3, 24
+    else:
+        attention.n_heads, attention.inner_dim = 3, 24
+    return model.eval(), site
+
+
+@pytest.mark.parametrize("name", ["mpnet", "t5", "umt5"])
+def test_a_layer_with_fewer_heads_than_the_bias_is_unsupported(name: str) -> None:
+    """As after pruning; and then nothing that shares the bias is patched."""
+    model, site = pruned(name)
+    sites = {s.name: s for s in inspect_model(model).sites}
+    assert sites[site].status == "unsupported"
+    assert "3 heads" in sites[site].reason and "has 4" in sites[site].reason
+    assert not any(s.status == "patched" for s in sites.values())
+    with pytest.raises(RuntimeError), torch.no_grad():  # the original has no use for it either
         model(tokens())
+
+
+def test_layers_that_all_lost_a_head_with_their_bias_are_patched() -> None:
+    model, site = pruned("umt5")
+    attention = model.get_submodule(site)
+    table = attention.relative_attention_bias.weight[:, :3]
+    attention.relative_attention_bias = torch.nn.Embedding(*table.shape, _weight=table.detach())
+    with torch.no_grad():
+        plain, truth = (
+            m(tokens()).last_hidden_state for m in (model, copy.deepcopy(model).double())
+        )
+        plan = patch_model(model, backend="sdpa")
+        assert {s.name: s.heads for s in plan.patched}[site] == 3
+        assert_parity(model(tokens()).last_hidden_state, plain, truth)
 
 
 @pytest.mark.parametrize("name", ["mpnet", "t5", "umt5"])

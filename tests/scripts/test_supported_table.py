@@ -6,8 +6,13 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from whole_models import families, writing
 
 from flashbias_convert.about import About
 from scripts import supported_table
@@ -46,7 +51,7 @@ def test_check_says_whether_the_readme_is_stale(
 
 
 def test_a_row_says_what_the_recipe_says() -> None:
-    (_, _, row) = supported_table.converted_table([TOY]).split("\n")
+    (_, _, row) = supported_table.converted_table([TOY], {}).split("\n")
     assert all(word in row for word in ("`toy`", "toys", "`BiasedAttention`", "all of it"))
     assert "1.0 to 1.3 |" in row
     assert len(supported_table.refused_table([TOY]).split("\n")) == 2
@@ -59,9 +64,61 @@ def test_a_readme_without_room_for_a_table_is_an_error() -> None:
 
 def test_a_recipe_must_describe_itself() -> None:
     with pytest.raises(ValueError, match="without `about`: toy"):
-        supported_table.converted_table([replace(TOY, about=None)])
+        supported_table.converted_table([replace(TOY, about=None)], {})
 
 
 def test_all_columns_are_filled() -> None:
-    for line in supported_table.converted_table(supported_table.installed()).split("\n"):
-        assert len(re.split(r" ?\| ?", line)) == 9 and "|  |" not in line
+    for line in supported_table.converted_table(supported_table.installed(), {}).split("\n"):
+        assert len(re.split(r" ?\| ?", line)) == 10 and "|  |" not in line
+
+
+def row(model: str, variant: str, time: str, device: str = "NVIDIA H200", **more: str) -> Any:
+    known = {"model": model, "variant": variant, "median_ms": time, "device": device}
+    return {"dtype": "bfloat16", "status": "measured", **known, **more}
+
+
+def test_gains_are_those_of_the_benchmark(tmp_path: Path) -> None:
+    path = tmp_path / "families.csv"
+    assert supported_table.measured_gains(path) == {}
+    table = writing.Table(path)  # its columns are what is read
+    for made in (
+        row("toy, small", "original-compiled", "9.0"), row("toy, small", "ours-compiled", "5.0"),
+        row("toy, small", "original", "1.0"), row("toy, large", "original-compiled", "3.0"),
+        row("toy, large", "ours-compiled", "2.0"),
+        row("toy, small", "original-compiled", "4.0", "NVIDIA H100 80GB HBM3", dtype="float16"),
+        row("toy, small", "ours-compiled", "2.0", "NVIDIA H100 80GB HBM3", dtype="float16"),
+        row("failed, x", "original-compiled", "4.0"),
+        row("failed, x", "ours-compiled", "", status="failed"),
+        row("slow, x", "original-compiled", "4.0", "cpu"),
+        row("slow, x", "ours-compiled", "1.0", "cpu"),
+    ):  # fmt: skip
+        table.add(made)
+    assert supported_table.measured_gains(path) == {"toy": "1.5x, H200, bf16; 2.0x, H100, fp16"}
+    (_, _, last) = supported_table.converted_table(
+        [TOY], supported_table.measured_gains(path)
+    ).split("\n")
+    assert "| 1.5x, H200, bf16; 2.0x, H100, fp16 |" in last
+    assert "| not measured |" in supported_table.converted_table([TOY], {})
+
+
+def test_a_new_measurement_makes_the_readme_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "families.csv"
+    table = writing.Table(path)
+    for variant, time in (("original-compiled", "77.7"), ("ours-compiled", "1.0")):
+        table.add(row("timm_swin, base", variant, time))
+    monkeypatch.setattr(supported_table, "MEASURED", path)
+    recipes = supported_table.installed()
+    assert "77.7x" in supported_table.with_tables(supported_table.README.read_text(), recipes)
+
+
+def test_models_that_are_measured_are_called_by_their_recipes() -> None:
+    names = {recipe.name for recipe in supported_table.installed() if recipe.converts}
+    measured = {case.name.partition(",")[0] for case in families.cases().values()}
+    assert measured <= names
+    # of these the library is not among the dependencies, or there is none
+    others = {name for name in names if name.startswith(("boltz", "protenix", "openfold"))}
+    others |= {"physicsnemo_pangu", "monai_swin_unetr", "jaketae_alibi", "mosaic_bert", "jina_bert"}
+    others |= {"window_attention", "hat_overlap"}
+    assert names - measured == others

@@ -1,0 +1,90 @@
+"""What real models are put together from: makers, and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import timm
+import torch
+import transformers
+from torch import nn
+
+from .case import EXACT, ORIGINAL, OURS, Case, converted
+from .given import Inputs
+
+#: parts of the names of parameters that biases are made of; they become normal, variance one
+_TABLES = ("relative_position_bias", "relative_attention_bias", "rel_pos", "rel_attn_embed",
+           "rel_2d_pos", "attention_biases", "bias_table", "bias_values")  # fmt: skip
+_LAYERS = 4
+#: what is measured of each
+FAMILY_WAYS, FAMILY_MODES = (ORIGINAL, OURS, EXACT), ("eager", "compiled")
+
+#: by name: batch, tokens of a call, what makes the model, what goes through it
+Parts = dict[str, tuple[int, int, Callable[[], nn.Module], Inputs]]
+
+
+@torch.no_grad()
+def with_biases(model: nn.Module) -> nn.Module:
+    """Tables of biases drawn anew, norms of ones."""
+    for name, parameter in model.named_parameters():
+        if any(word in name for word in _TABLES) and "mlp" not in name:
+            parameter.normal_()
+        elif "norm" in name and name.endswith("weight"):
+            parameter.fill_(1)  # some start at zero: blocks would do nothing
+    return model
+
+
+def of_timm(name: str, **args: Any) -> Callable[[], nn.Module]:
+    """A model of timm, without weights."""
+    return lambda: timm.create_model(name, **args)
+
+
+def of_transformers(name: str, config: str, **args: Any) -> Callable[[], nn.Module]:
+    """A model of transformers."""
+    return lambda: getattr(transformers, name)(getattr(transformers, config)(**args))
+
+
+def of_torchvision(n: int, heads: list[int], dim: int) -> Callable[[], nn.Module]:
+    """A Swin of torchvision with windows of n x n."""
+
+    def make() -> nn.Module:
+        from torchvision.models.swin_transformer import SwinTransformer
+
+        return SwinTransformer([4, 4], dim, [2] * len(heads), heads, [n, n])
+
+    return make
+
+
+def family(
+    name: str, batch: int, n: int, make: Callable[[], nn.Module], given: Inputs, *, tiny: bool
+) -> Case:
+    """A case with the original and both ways to convert; of a tiny one all sites are patched."""
+
+    def build(device: torch.device) -> nn.Module:
+        return with_biases(make()).to(device)
+
+    def inputs(_: Any, __: str, device: torch.device, dtype: torch.dtype, count: int) -> Any:
+        return given(count, device, dtype)
+
+    def alter(model: nn.Module, way: str) -> nn.Module:
+        return converted(model, way, force=tiny)
+
+    return Case(name, batch, n, FAMILY_WAYS, build, inputs, alter, FAMILY_MODES)
+
+
+class Sizes:
+    """Widths of base models, or tiny ones."""
+
+    def __init__(self, tiny: bool) -> None:
+        self.tiny = tiny
+        self.dim, self.heads, self.layers = (32, 2, 1) if tiny else (768, 12, _LAYERS)
+        self.batch, self.text, self.image = (1, 32, 32) if tiny else (16, 1024, 224)
+        self.vocabulary = 97 if tiny else 32000
+
+    def bert(self) -> dict[str, int]:
+        """As most configurations of transformers call them."""
+        return {
+            "hidden_size": self.dim, "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads, "intermediate_size": 4 * self.dim,
+        }  # fmt: skip
