@@ -58,7 +58,7 @@ def row(name: str, plan: Plan, original: Tensor, data: Data, batch: int, path: P
     found = score(logits_of(model, data[0], batch), data[1], original)
     heads = [d for site in plan.patched for d in site.decisions]
     return {
-        "name": name, "cost": round(cost(plan, model), 3), **found,
+        "name": name, "cost": round(cost(plan, model), 4), **found,
         "mean_rank": ranks(plan)["mean_rank"],
         "heads_without_bias": sum(d.term == "none" for d in heads),
         "heads_exact": sum(d.term not in ("none", "low_rank") for d in heads),
@@ -66,25 +66,31 @@ def row(name: str, plan: Plan, original: Tensor, data: Data, batch: int, path: P
 
 
 def draw(rows: list[dict[str, Any]], file: Path) -> None:
-    """Top-1 against cost, for both ways."""
+    """Top-1 and the change of logits against cost, for both ways."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
-    for kind, marker, below in (("calibrated", "o", -13), ("energy", "s", 7)):
-        chosen = [r for r in rows if r["name"].startswith(kind)]
-        axes.plot(
-            [r["cost"] for r in chosen], [r["top1"] for r in chosen], marker=marker, label=kind
-        )
-        for r in chosen:
-            axes.annotate(r["name"].split()[1], (r["cost"], r["top1"]), fontsize=7, ha="center",
-                          textcoords="offset points", xytext=(0, below))  # fmt: skip
-    axes.axhline(rows[0]["top1"], color="black", linewidth=1, label="original")
-    axes.set(xscale="log", xlabel="cost per score (16 factor columns = 1)", ylabel="top-1 (%)",
-             title="Terms chosen by energy, and by calibration")  # fmt: skip
-    axes.legend()
+    figure, both = plt.subplots(1, 2, figsize=(9.6, 4.2), layout="constrained")
+    columns = (("top1", "top-1 (%)"), ("logit_difference", "largest change of a logit"))
+    for axes, (column, title) in zip(both, columns, strict=True):
+        for kind, marker, below in (("calibrated", "o", -13), ("energy", "s", 7)):
+            chosen = [r for r in rows if r["name"].startswith(kind)]
+            points = [(float(r["cost"]), float(r[column])) for r in chosen]
+            axes.plot(*zip(*points, strict=True), marker=marker, label=kind)
+            names: dict[tuple[float, float], list[str]] = {}  # of points that coincide
+            for point, r in zip(points, chosen, strict=True):
+                names.setdefault(point, []).append(r["name"].split()[1])
+            for point, own in names.items():
+                text = own[0] if len(own) == 1 else f"{own[0]} to {own[-1]}"
+                axes.annotate(text, point, fontsize=7, ha="center", textcoords="offset points",
+                              xytext=(0, below))  # fmt: skip
+        axes.set(xlabel="cost of the bias (ps per score)", ylabel=title)
+    both[0].axhline(rows[0]["top1"], color="black", linewidth=1, label="original")
+    both[0].legend()
+    both[1].set(yscale="log")
+    figure.suptitle("Terms chosen by energy, and by calibration")
     figure.savefig(file, dpi=130)
 
 
