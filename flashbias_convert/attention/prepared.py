@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -64,20 +65,30 @@ class PreparedBias:
         """Make these forms now, and have them ready for compiled graphs that look for them."""
         for form in forms:
             if form not in self._forms:
-                self._forms[form] = _packed(self.bias, *form)
+                self._forms[form] = self._make(form)
             self.traced.add(form)
 
+    def _make(self, form: Form) -> PackedBias:
+        """Tensors for calls in every mode; autocast would cast some of them."""
+        device = self.bias.device.type
+        with ExitStack() as modes:
+            modes.enter_context(torch.inference_mode(False))
+            modes.enter_context(torch.no_grad())
+            if torch.is_autocast_enabled(device):
+                modes.enter_context(torch.autocast(device, enabled=False))
+            return _packed(self.bias, *form)
+
     def _form(self, purpose: str, half: bool, scale: float | None) -> PackedBias:
-        form = (purpose, half, scale)
         if self._alike and torch.compiler.is_compiling():
+            scale = None if scale is None else _settled(scale)
             _make_outside_of_the_graph(self._alike, purpose, half, scale)
+        form = (purpose, half, scale)
         if form in self._forms:
             return self._forms[form]
-        made = _packed(self.bias, *form)
-        # a graph that is being traced must not change what the next call finds
-        if not torch.compiler.is_compiling():
-            self._forms[form] = made
-        return made
+        if torch.compiler.is_compiling():
+            return _packed(self.bias, *form)
+        self._forms[form] = self._make(form)
+        return self._forms[form]
 
     def problem(self, half: bool, training: bool = False) -> str | None:
         """Why the kernels cannot add this bias, or None if they can.
@@ -151,11 +162,18 @@ def _join(bias: PreparedBias) -> tuple[str, _Alike]:
     return name, group
 
 
+def _settled(scale: float) -> float:
+    """The number itself where a trace leaves it open, as it does for sizes that change."""
+    from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+    return guard_scalar(scale)
+
+
 def _make_outside_of_the_graph(alike: str, *form: Any) -> None:
-    """Make a form for all biases of a group, with tensors that no trace and no gradient knows."""
+    """Make a form for all biases of a group, with tensors that the trace does not know."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
         for bias in tuple(_GROUPS[alike].members):
             bias.make_forms([form])
 
