@@ -355,10 +355,8 @@ class ScoreBiasModule(nn.Module):
         last = self._last_joined  # read once: another thread may bring another mask
         if last is not None and last[0] is own and _are(last[1], extra):
             return last[2]
-        stays = all(isinstance(term, Regions) for term in extra)
-        terms = ScoreBias(own.bias.terms + extra, own.bias.num_heads)
-        joined = PreparedBias(terms, once=not stays)
-        if stays and not torch.compiler.is_compiling():
+        joined = own.joined(extra)
+        if all(isinstance(term, Regions) for term in extra) and not torch.compiler.is_compiling():
             self._last_joined = (own, extra, joined)
         return joined
 

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..terms import ScoreBias
+from ..terms import ScoreBias, Term
 from .arguments import broadcasts
-from .packing import PackedBias, pack, unsupported
+from .packing import PackedBias, can_join, join, pack, unsupported
 from .training_packing import pack_for_training, training_problem
 
 T = TypeVar("T")
@@ -36,6 +36,8 @@ class PreparedBias:
         self.requires_grad = bias.requires_grad
         self._kept: dict[Hashable, Any] = {}
         self._forms: dict[Form, PackedBias] = {}
+        #: a bias whose forms serve this one, too, and what they lack
+        self._parts: tuple[PreparedBias, tuple[Term, ...]] | None = None
         #: forms that compiled graphs look for
         self.traced: set[Form] = set()
         #: what it has in common with biases whose forms are made together; nothing if they are not
@@ -44,6 +46,14 @@ class PreparedBias:
         # terms that ask for gradients are not frozen, and what a trace makes is not real
         if not (once or self.requires_grad or torch.compiler.is_compiling()):
             self._alike, self._group = _join(self)
+
+    def joined(self, extra: tuple[Term, ...]) -> PreparedBias:
+        """This bias and further terms, which come with a call: only those are packed for it."""
+        terms = ScoreBias(self.bias.terms + extra, self.bias.num_heads)
+        made = PreparedBias(terms, once=True)
+        if can_join(self.bias, extra):
+            made._parts = (self, extra)
+        return made
 
     def __reduce__(self) -> Any:  # copies make their own forms
         return PreparedBias, (self.bias,)
@@ -76,7 +86,15 @@ class PreparedBias:
             modes.enter_context(torch.no_grad())
             if torch.is_autocast_enabled(device):
                 modes.enter_context(torch.autocast(device, enabled=False))
-            return _packed(self.bias, *form)
+            return self._pack(*form)
+
+    def _pack(self, purpose: str, half: bool, scale: float | None) -> PackedBias:
+        if purpose == "training":
+            return pack_for_training(self.bias, half=half)
+        if self._parts is None:
+            return pack(self.bias, half=half, scale=scale)
+        own, extra = self._parts
+        return join(own.packed(half, scale), extra)
 
     def _form(self, purpose: str, half: bool, scale: float | None) -> PackedBias:
         if self._alike and torch.compiler.is_compiling():
@@ -86,7 +104,7 @@ class PreparedBias:
         if form in self._forms:
             return self._forms[form]
         if torch.compiler.is_compiling():
-            return _packed(self.bias, *form)
+            return self._pack(*form)
         self._forms[form] = self._make(form)
         return self._forms[form]
 
@@ -114,12 +132,6 @@ class PreparedBias:
             self._kept[key] = make()
         made: T = self._kept[key]
         return made
-
-
-def _packed(bias: ScoreBias, purpose: str, half: bool, scale: float | None) -> PackedBias:
-    if purpose == "training":
-        return pack_for_training(bias, half=half)
-    return pack(bias, half=half, scale=scale)
 
 
 def _check_fits(bias: ScoreBias, batch: tuple[int, ...], heads: int, n: int, m: int) -> None:
