@@ -149,6 +149,8 @@ class ScoreBiasModule(nn.Module):
         #: the same as calls say it: compiled code is for all sites whose scores are small, or not
         self._call_bound: float | None = None
         self.mask_memo = MaskMemo()
+        #: what the module around it made of its bias sources, see `PatchedAttention.sealed`
+        self.sealed: dict[tuple[str, torch.device], Tensor] = {}
         #: keeps what was made of a pair representation, inside `factors_once`
         self.pair_memory: PairMemory | None = None
         self._prepared: dict[tuple[str, ...], PreparedBias] = {}
@@ -171,6 +173,7 @@ class ScoreBiasModule(nn.Module):
             if made.traced:
                 self._traced[without, made.bias.device] = made.traced
         self._looked_at = False
+        self.sealed = {}
         self._prepared = {}
         self._last_joined: tuple[PreparedBias, tuple[Term, ...], PreparedBias] | None = None
         self.mask_memo = MaskMemo(self.mask_memo.doubtful)
@@ -375,7 +378,12 @@ class ScoreBiasModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         memo = MaskMemo(self.mask_memo.doubtful)
-        forgotten: dict[str, Any] = {"_prepared": {}, "_traced": {}, "_last_joined": None}
+        forgotten: dict[str, Any] = {
+            "_prepared": {},
+            "_traced": {},
+            "_last_joined": None,
+            "sealed": {},
+        }
         return {**self.__dict__, **forgotten, "pair_memory": None, "mask_memo": memo}
 
     def extra_repr(self) -> str:
