@@ -28,7 +28,7 @@ def kept_with(tensor: Tensor, key: Hashable, make: Callable[[], Any]) -> Any:
     if torch.compiler.is_compiling() or isinstance(tensor, nn.Parameter):
         return make()
     version = -1 if tensor.is_inference() else tensor._version
-    known = getattr(tensor, _ATTRIBUTE, None)
+    known: tuple[int, dict[Hashable, Any]] | None = getattr(tensor, _ATTRIBUTE, None)
     if known is None or known[0] != version:
         known = (version, {})
         setattr(tensor, _ATTRIBUTE, known)
