@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 from .builder_module import BuilderModule
 from .decompose.factor_networks import FactorNetworks
+from .kept import kept_with
 from .terms import TERM_KINDS, Alibi, Axial, Dense, KeyBias, LowRank, RelativeTable, Term
 
 
@@ -47,7 +49,9 @@ def padded_alibi(*, slopes: Tensor, places: Tensor, start: int | Tensor, n: int)
         pos_q = places.index_select(-1, start + torch.arange(n, device=places.device))
     else:
         pos_q = places[:, start : start + n]
-    return Alibi(slopes=slopes, pos_q=pos_q.contiguous(), pos_k=places.contiguous())
+        if not pos_q.is_contiguous():
+            pos_q = kept_with(places, (start, n), pos_q.contiguous)
+    return Alibi(slopes=slopes, pos_q=pos_q, pos_k=places.contiguous())
 
 
 def rounded_alibi(*, slopes: Tensor, places: Tensor, unit: float, dtype: torch.dtype) -> KeyBias:
@@ -74,6 +78,12 @@ def cls_window_table(*, table: Tensor, window: tuple[int, int]) -> RelativeTable
     Returns:
         A term for 1 + Wh Ww queries and keys, with an fp32 table, or fp64 for one of fp64.
     """
+    make = partial(_cls_window_table, table, window)
+    term: RelativeTable = kept_with(table, ("cls window table", window), make)
+    return term
+
+
+def _cls_window_table(table: Tensor, window: tuple[int, int]) -> RelativeTable:
     (height, width), span = window, 2 * window[1] - 1
     size = (2 * height - 1) * span
     rows = torch.arange(height, dtype=torch.int32, device=table.device)
@@ -93,6 +103,11 @@ def cls_window_table(*, table: Tensor, window: tuple[int, int]) -> RelativeTable
     )
 
 
+def shared_table(table: Tensor) -> Tensor:
+    """A table (H, ...) as kernels read it, so that layers that share it need not make it so."""
+    return table.to(torch.promote_types(table.dtype, torch.float32)).contiguous()
+
+
 def distance_table(*, table: Tensor, n: int, gate: Tensor | None = None) -> RelativeTable:
     """A bias of the distance from query to key, from its values at each distance (T5, WavLM).
 
@@ -102,11 +117,16 @@ def distance_table(*, table: Tensor, n: int, gate: Tensor | None = None) -> Rela
         gate: multiplies the rows, shape (*batch, H, N).
     """
     wide = table.to(torch.promote_types(table.dtype, torch.float32))
-    m = table.shape[-1] - n + 1
+
+    def codes() -> tuple[Tensor, Tensor]:
+        down = torch.arange(n - 1, -1, -1, dtype=torch.int32, device=table.device)
+        return down, torch.arange(table.shape[-1] - n + 1, dtype=torch.int32, device=table.device)
+
+    u, v = kept_with(table, ("distance codes", n), codes)
     return RelativeTable(
         table=wide,
-        u=torch.arange(n - 1, -1, -1, dtype=torch.int32, device=table.device),
-        v=torch.arange(m, dtype=torch.int32, device=table.device),
+        u=u,
+        v=v,
         row_scale=None if gate is None else gate.to(wide.dtype),
     )
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .kept import kept_with
 from .modules import ScoreBiasModule
 
 
@@ -122,10 +123,10 @@ def attend_causal(
     call = {"causal": True, "query_start": first, **kwargs}
     if keys.shape[-1] == 0:
         return score_bias(q, k, v, built=built, **call)
-    places = _fit(keys[:, 0, 0, :], start, n, m)
+    places = _fit(keys, start, n, m)
     padded = {} if builder is None else {builder: {"places": places, **(inputs or {})}}
     out: Tensor = score_bias(
-        q, k, v, built={**(built or {}), **padded}, key_mask=places != 0, **call
+        q, k, v, built={**(built or {}), **padded}, key_mask=_visible(places), **call
     )
     return out
 
@@ -148,17 +149,30 @@ def attend_padded(
         ValueError: the padding mask is for another number of keys.
     """
     if keys.shape[-1]:
-        kwargs["key_mask"] = _fit(keys[:, 0, 0, :], 0, k.shape[-2], k.shape[-2]) != 0
+        places = _fit(keys, 0, k.shape[-2], k.shape[-2])
+        kwargs["key_mask"] = _visible(places)
     out: Tensor = score_bias(q, k, v, **kwargs)
     return out
 
 
-def _fit(places: Tensor, start: int | Tensor, n: int, m: int) -> Tensor:
+def _fit(keys: Tensor, start: int | Tensor, n: int, m: int) -> Tensor:
     """Places (B, M): the mask may end where the unused part of a static cache begins."""
+    places = keys[:, 0, 0, :]
+    if not torch.compiler.is_compiling():  # one object for all layers of a call
+        places = kept_with(keys, "places", places.clone)
     length = places.shape[-1]
     if length > m or (isinstance(start, int) and length < start + n):
         raise ValueError(
             f"the attention mask is for {length} keys, but there are {m}: it must cover the cached "
             "tokens and those of this call"
         )
-    return F.pad(places, (0, m - length)) if length < m else places
+    if length == m:
+        return places
+    padded: Tensor = kept_with(places, ("padded", m), lambda: F.pad(places, (0, m - length)))
+    return padded
+
+
+def _visible(places: Tensor) -> Tensor:
+    """Which keys are no padding, (B, M): the same for all layers of a call."""
+    visible: Tensor = kept_with(places, "visible", lambda: places != 0)
+    return visible

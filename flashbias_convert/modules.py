@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from .attention import SLACK, PreparedBias, bias_bound, flashbias_attention
 from .attention.arguments import broadcasts
+from .attention.bounds import LARGEST_BOUND
+from .attention.prepared import Form
 from .builder_module import BuilderModule, keeping_dtype
 from .builders import Builder, find_builder, module_entries
 from .errors import UsageError
@@ -144,9 +146,16 @@ class ScoreBiasModule(nn.Module):
         self.awaits_load = False
         #: what no score of this site exceeds, masks aside, if that is known
         self.score_bound: float | None = None
+        #: the same as calls say it: compiled code is for all sites whose scores are small, or not
+        self._call_bound: float | None = None
         self.mask_memo = MaskMemo()
+        #: what the module around it made of its bias sources, see `PatchedAttention.sealed`
+        self.sealed: dict[tuple[str, torch.device], Tensor] = {}
         #: keeps what was made of a pair representation, inside `factors_once`
         self.pair_memory: PairMemory | None = None
+        self._prepared: dict[tuple[str, ...], PreparedBias] = {}
+        #: forms that compiled code looks for, by kinds of terms that are left out, and by device
+        self._traced: dict[tuple[tuple[str, ...], torch.device], set[Form]] = {}
         self._forget()
         text = ScoreBias.layout(self._spec).encode()
         codes = torch.tensor(list(text), dtype=torch.uint8, device=bias.device)
@@ -160,8 +169,12 @@ class ScoreBiasModule(nn.Module):
 
     def _forget(self) -> None:
         """Drop everything that was derived from the tensors."""
+        for without, made in self._prepared.items():
+            if made.traced:
+                self._traced[without, made.bias.device] = made.traced
         self._looked_at = False
-        self._prepared: dict[tuple[str, ...], PreparedBias] = {}
+        self.sealed = {}
+        self._prepared = {}
         self._last_joined: tuple[PreparedBias, tuple[Term, ...], PreparedBias] | None = None
         self.mask_memo = MaskMemo(self.mask_memo.doubtful)
 
@@ -204,6 +217,7 @@ class ScoreBiasModule(nn.Module):
         # a graph that is being traced must not change what the next call finds: it would be
         # compiled a second time
         if not torch.compiler.is_compiling():
+            made.make_forms(self._traced.get((without, made.bias.device), ()))
             self._prepared[without] = made
         return made
 
@@ -264,6 +278,7 @@ class ScoreBiasModule(nn.Module):
         bound = bias_bound(self.bias) if known else None
         both = None if bound is None or scale_bound is None else SLACK * scale_bound + bound
         self.score_bound = both
+        self._call_bound = LARGEST_BOUND if both is not None and both <= LARGEST_BOUND else None
 
     def restore_layout(self) -> bool:
         """Whether the terms that were just loaded were saved as stale; takes that mark off.
@@ -333,7 +348,7 @@ class ScoreBiasModule(nn.Module):
             extra, without = (*extra, builder.make(**inputs)), without + builder.replaces
         prepared = self.prepared(without)
         # masks aside, the bound holds with them, too
-        bound = self.score_bound if all(isinstance(term, Regions) for term in extra) else None
+        bound = self._call_bound if all(isinstance(term, Regions) for term in extra) else None
         if extra:
             prepared = self._joined(prepared, tuple(extra))
         return prepared, bound
@@ -343,7 +358,7 @@ class ScoreBiasModule(nn.Module):
         last = self._last_joined  # read once: another thread may bring another mask
         if last is not None and last[0] is own and _are(last[1], extra):
             return last[2]
-        joined = PreparedBias(ScoreBias(own.bias.terms + extra, own.bias.num_heads))
+        joined = own.joined(extra)
         if all(isinstance(term, Regions) for term in extra) and not torch.compiler.is_compiling():
             self._last_joined = (own, extra, joined)
         return joined
@@ -357,14 +372,19 @@ class ScoreBiasModule(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self._forget()
         if any(key.startswith(prefix) for key in state_dict):
+            self._forget()
             self.just_loaded = True
 
     def __getstate__(self) -> dict[str, Any]:
         memo = MaskMemo(self.mask_memo.doubtful)
-        forgotten: dict[str, Any] = {"_prepared": {}, "_last_joined": None, "pair_memory": None}
-        return {**self.__dict__, **forgotten, "mask_memo": memo}
+        forgotten: dict[str, Any] = {
+            "_prepared": {},
+            "_traced": {},
+            "_last_joined": None,
+            "sealed": {},
+        }
+        return {**self.__dict__, **forgotten, "pair_memory": None, "mask_memo": memo}
 
     def extra_repr(self) -> str:
         return f"num_heads={self._spec['num_heads']}, backend={self.backend!r}"

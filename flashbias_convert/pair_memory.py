@@ -103,7 +103,7 @@ class PairMemory:
         self._prepared = None
         if not same and not self.unchanged:
             bias = make()
-            return PreparedBias(ScoreBias((Dense(bias=bias),), bias.shape[-3]))
+            return PreparedBias(ScoreBias((Dense(bias=bias),), bias.shape[-3]), once=True)
         self._prepared = self._terms(make())
         return self._prepared
 

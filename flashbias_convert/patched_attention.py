@@ -78,6 +78,21 @@ class PatchedAttention(Composed):
         """
         return None
 
+    def sealed(self, name: str, source: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """What a call needs of one of the `bias_sources`, made once: they must not change.
+
+        Made anew where gradients flow to the source or could have changed it, and in compiled
+        code, which does not look whether it has changed.
+        """
+        asks = torch.is_grad_enabled() and source.requires_grad
+        if self.trains_terms or asks or torch.compiler.is_compiling():
+            return make(source)
+        kept, key = self.score_bias.sealed, (name, source.device)
+        if key not in kept:
+            with torch.inference_mode(False), torch.no_grad():
+                kept[key] = make(source)
+        return kept[key]
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.runs_original():
             return self.original_forward(*args, **kwargs)
@@ -144,6 +159,7 @@ class PatchedAttention(Composed):
         sources = self.sealed_sources()
         self._seal = Seal(state_of(sources), values_of(sources))
         self.score_bias.awaits_load = False
+        self.score_bias.sealed = {}
         self.score_bias.prepare()  # now, so that torch.compile finds it made
         self.score_bias.bound_scores(self.scale_bound())
 

@@ -75,7 +75,8 @@ class Beit(PatchedOwner):
         if not self.is_lean:
             return shared
         table, window = shared.relative_position_bias_table, tuple(shared.window_size)
-        return lambda: {"table": table, "window": window}
+        # a tensor of this call, on which the blocks find what the first of them made
+        return lambda: {"table": table.view_as(table), "window": window}
 
 
 def describe(site: Site) -> Description:

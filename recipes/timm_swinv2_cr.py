@@ -47,7 +47,7 @@ class SwinV2CrAttention(WindowAttention):
         windows, n, _ = x.shape  # (B * nW, N, C)
         qkv = self.qkv(x).view(windows, n, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)  # views, (B * nW, H, N, D)
-        scale = cosine_scale(self.logit_scale)
+        scale = self.sealed("scale", self.logit_scale, cosine_scale)
         x = attend_windows(self.score_bias, q, k, v, mask, scale=scale, cosine=True)
         return self.proj_drop(self.proj(x.transpose(1, 2).flatten(2)))
 

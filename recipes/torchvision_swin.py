@@ -55,7 +55,8 @@ class ShiftedWindowAttention(PatchedAttention):
         q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).movedim(-3, 0).transpose(-3, -2)
         call: dict[str, Any] = {"extra": (), "scale": q.shape[-1] ** -0.5}
         if self._is_cosine():
-            call |= {"scale": cosine_scale(self.logit_scale), "cosine": True}
+            scale = self.sealed("scale", self.logit_scale, cosine_scale)
+            call |= {"scale": scale, "cosine": True}
         if grid.window != tuple(self.window_size):  # the input is smaller
             bias = self.get_relative_position_bias(list(grid.window))  # type: ignore[operator]
             call["extra"] = (Dense(bias=bias[0]),)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flashbias_convert.about import About
+from flashbias_convert.builders import shared_table
 from flashbias_convert.causal import attend_padded, is_key_table
 from flashbias_convert.causal_owner import KeyTableOwner, bound_arguments
 from flashbias_convert.patched_attention import PatchedAttention
@@ -71,7 +72,7 @@ class MPNetEncoder(PatchedOwner):
             return dense
         distance = torch.arange(1 - x.shape[1], x.shape[1], device=x.device)
         bucket = self.relative_position_bucket(distance)  # type: ignore[operator]
-        return self.relative_attention_bias(bucket).T
+        return shared_table(self.relative_attention_bias(bucket).T)
 
 
 def describe(site: Site) -> Description:

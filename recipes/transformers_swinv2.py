@@ -68,7 +68,7 @@ class Swinv2SelfAttention(PatchedAttention):
             project(hidden_states).view(shape).transpose(1, 2)
             for project in (self.query, self.key, self.value)
         )
-        scale = cosine_scale(self.logit_scale)
+        scale = self.sealed("scale", self.logit_scale, cosine_scale)
         out = attend_windows(
             self.score_bias, q, k, v, attention_mask, times=TIMES, scale=scale, cosine=True
         )

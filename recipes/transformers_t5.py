@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from flashbias_convert.about import About
+from flashbias_convert.builders import shared_table
 from flashbias_convert.causal import (
     attend_causal,
     attend_padded,
@@ -75,7 +76,7 @@ class T5Attention(PatchedAttention):
         n, m = q.shape[-2], k.shape[-2]
         if table is None:  # one row: the bias of every distance from -(start + n - 1) on
             row = (1, n + m - 1, q.device, start + n - 1)
-            table = self.compute_bias(*row)[0, :, 0]  # type: ignore[operator]
+            table = shared_table(self.compute_bias(*row)[0, :, 0])  # type: ignore[operator]
         built = {"distance_table": {"table": table, "n": n}}
         if self.is_decoder:
             out = attend_causal(self.score_bias, q, k, v, keys, start=start, built=built, scale=1.0)

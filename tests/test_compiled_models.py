@@ -6,6 +6,7 @@ and no compiler for C++ is needed; compilations are counted.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +19,13 @@ import transformers
 from torch import Tensor, nn
 
 from flashbias_convert import LowRank, Regions, ScoreBias, patch_model
+from flashbias_convert.attention.packing import pack
 from flashbias_convert.models.alibi_gpt2 import AlibiGPT2Config, AlibiGPT2LMHeadModel
 from flashbias_convert.modules import ScoreBiasModule
 from flashbias_convert.verification.outputs import tensors_of
 from tests.checkpoint.models import images, tiny_model
+from tests.kernel_calls import Graphs, Launches
+from tests.toy import TOY, make_input, make_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
@@ -163,3 +167,91 @@ def test_autocast_compiles_to_what_eager_mode_computes(make: Callable[[], Any]) 
         expected, found = tensors_of(model(x)), tensors_of(compiled(x))
     assert any(value.dtype == torch.bfloat16 for value in expected.values())
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+# -- the kernel's forms of the terms -------------------------------------------------------------
+
+
+class Compiled:
+    """A small converted model, compiled before any call in eager mode, and its launches."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launches, self.graphs = Launches(monkeypatch), Graphs()
+        self.model: Any = make_model(depth=2)
+        patch_model(self.model, recipes=[TOY], method="svd", energy=0.9)
+        self.compile()
+
+    def compile(self) -> None:
+        self.run: Any = torch.compile(self.model, backend=self.graphs, fullgraph=True)
+
+    def check(self, x: Tensor, half: bool, autocast: bool = False) -> None:
+        """Assert that a call reads the model's own factors as they are now, and packs nothing."""
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            launched = self.launches.of(lambda: self.run(x))
+        expected: list[Tensor] = []
+        for block in self.model.blocks:
+            terms = block["attn"].score_bias.bias
+            packed = pack(terms, half=half, scale=8**-0.5 if half else None)
+            expected += [t for t in packed.tensors if t.dim() == 3][::2]
+        found = [tensors["phi_q"] for tensors in launched]
+        assert len(found) == len(expected) > 0
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert "log2" not in self.graphs.operations()
+
+
+def test_the_forms_of_terms_that_are_loaded_take_the_place_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case, x = Compiled(monkeypatch), make_input()
+    case.check(x, half=False)
+    state = case.model.state_dict()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        case.model.load_state_dict({k: 2 * v if "phi_" in k else v for k, v in state.items()})
+        case.check(x, half=False)
+        weights = {k: v for k, v in case.model.state_dict().items() if "score_bias" not in k}
+        case.model.load_state_dict(weights, strict=False)
+        case.check(x, half=False)
+        with torch.no_grad():
+            case.model(x)
+        case.check(x, half=False)
+
+
+def test_the_forms_follow_moves_casts_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, x = Compiled(monkeypatch), make_input()
+    case.check(x, half=False)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        case.model.to("cpu")
+        case.check(x, half=False)
+    case.model.bfloat16()
+    case.check(x.bfloat16(), half=True)
+    case.model = copy.deepcopy(case.model)
+    with torch.no_grad():
+        for block in case.model.blocks:
+            block["attn"].score_bias.low_rank.phi_q.mul_(3)
+    case.model.float()  # forgets what was made of other factors
+    case.compile()
+    case.check(x, half=False)
+    assert case.graphs.count == 3
+
+
+def test_autocast_has_forms_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, x = Compiled(monkeypatch), make_input()
+    case.check(x, half=True, autocast=True)
+    sites = [block["attn"].score_bias for block in case.model.blocks]
+    assert all(site.prepared().traced == {("attention", True, 8**-0.5)} for site in sites)
+
+
+@torch.no_grad()
+def test_layers_whose_scores_differ_in_size_are_compiled_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a card in half precision, where the kernel is told whether scores are small."""
+    Launches(monkeypatch)
+    model, layers, inputs = swinv2()
+    patch_model(model.eval().bfloat16(), method="exact", force_all=True)
+    bounds = {layer.attn.score_bias.score_bound for layer in layers}  # type: ignore[union-attr]
+    graphs = Graphs()
+    for layer in layers:
+        layer.compile(backend=graphs, fullgraph=True)
+    model(inputs[0].bfloat16())
+    assert len(bounds) == len(layers) > graphs.count == 1

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ..terms import Dense, LowRank, Regions, RelativeTable, ScoreBias, Term
 
+#: Exponentials of scores up to this size stay within 2**-60 and 2**60: far from the ends of the
+#: range of bfloat16 and fp32, so that sums, and products with values, lose nothing.
+LARGEST_BOUND = 60 * math.log(2)
 #: rounding of packed factors and of normalised rows, with room to spare
 SLACK = 1.02
 #: cells of a product that is looked at in one piece

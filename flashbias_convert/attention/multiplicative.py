@@ -49,7 +49,7 @@ def check_score_scale(score_scale: object, q: Tensor, k: Tensor, *, any_rank: bo
         raise UsageError(
             "score_scale must cover all heads", "give the others factors of one: rank 1"
         )
-    bound = PreparedBias(ScoreBias((score_scale,), q.shape[-3]))
+    bound = PreparedBias(ScoreBias((score_scale,), q.shape[-3]), once=True)
     bound.check_fits(tuple(q.shape[:-3]), q.shape[-3], q.shape[-2], k.shape[-2])
     rank, most = max(score_scale.head_ranks()), largest_rank(q.shape[-1])
     if rank == 0:

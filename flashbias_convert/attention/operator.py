@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -13,6 +12,7 @@ from ..errors import UnsupportedTermError, UsageError
 from ..terms import LowRank, ScoreBias
 from .arguments import AttentionArguments, check_arguments
 from .backends import BACKENDS, call_problem, device_problem, wants_gradients, warn_once
+from .bounds import LARGEST_BOUND
 from .eager import eager_attention
 from .multiplicative import check_score_scale, repeat_channels
 from .packing import NO_BIAS, pack
@@ -84,7 +84,7 @@ def flashbias_attention(
             f"bias must be a ScoreBias or None, got {type(bias).__name__}; one term becomes a "
             "bias with ScoreBias((term,), num_heads)"
         )
-    prepared = PreparedBias(bias) if isinstance(bias, ScoreBias) else bias
+    prepared = PreparedBias(bias, once=True) if isinstance(bias, ScoreBias) else bias
     terms = None if prepared is None else prepared.bias
     args = check_arguments(
         q,
@@ -215,11 +215,6 @@ def _scales(q: Tensor, args: AttentionArguments) -> tuple[float | None, Tensor |
     if isinstance(args.scale, Tensor):
         return None, args.scale.to(q.device, torch.float32).contiguous()
     return float(args.scale), None
-
-
-#: Exponentials of scores up to this size stay within 2**-60 and 2**60: far from the ends of the
-#: range of bfloat16 and fp32, so that sums, and products with values, lose nothing.
-LARGEST_BOUND = 60 * math.log(2)
 
 
 def _is_bounded(score_bound: float | None, dtype: torch.dtype, key_mask: Tensor | None) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -78,12 +78,18 @@ class PackedBias:
     """Flat tensors, and a string that says what they are.
 
     Attributes:
-        spec: literal of the `GroupSpec` values of all groups.
+        groups: how the kernel treats each group of heads.
         tensors: the tensors of all groups, in order.
+        spec: literal of the values of all groups.
     """
 
-    spec: str
+    groups: tuple[GroupSpec, ...]
     tensors: list[Tensor]
+    spec: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        # a literal and no JSON, because torch.compile must see through this, too
+        object.__setattr__(self, "spec", repr(tuple(group.values() for group in self.groups)))
 
 
 @lru_cache(maxsize=4096)
@@ -94,7 +100,7 @@ def parse_spec(spec: str) -> tuple[GroupSpec, ...]:
 
 
 #: What the kernel reads when there is no bias.
-NO_BIAS = PackedBias(repr((GroupSpec(None).values(),)), [])
+NO_BIAS = PackedBias((GroupSpec(None),), [])
 
 
 def scale_size(scale: float) -> float:
@@ -123,10 +129,38 @@ def pack(bias: ScoreBias, *, half: bool, scale: float | None = None) -> PackedBi
     specs, flat = [], []
     for heads in head_groups(bias, half=half):
         spec, tensors = _pack_group(bias, heads, half, scale)
-        specs.append(spec.values())
+        specs.append(spec)
         flat += tensors
-    # a literal and no JSON, because torch.compile must see through this, too
-    return PackedBias(repr(tuple(specs)), flat)
+    return PackedBias(tuple(specs), flat)
+
+
+def can_join(own: ScoreBias, extra: Sequence[Term]) -> bool:
+    """Whether `join` can add these terms to the packed form of a bias. Reads no tensors."""
+    simple = all(t.heads is None and not isinstance(t, Axial | LowRank) for t in extra)
+    return bool(own.terms) and simple
+
+
+def join(packed: PackedBias, extra: Sequence[Term]) -> PackedBias:
+    """What `pack` makes of a bias with more terms, without packing the others anew.
+
+    Args:
+        packed: made by `pack`.
+        extra: terms of all heads, see `can_join`.
+    """
+    groups, flat, first = [], [], 0
+    for group in packed.groups:
+        last = first + len(group.tensors)
+        flat += packed.tensors[first:last]
+        for term in extra:
+            chosen = term if group.heads is None else term.select_heads(group.heads)
+            assert chosen is not None
+            tensors = pack_term(chosen)
+            names = (*group.tensors, *tensors)
+            group = dataclasses.replace(group, **spec_fields(chosen), tensors=names)
+            flat += tensors.values()
+        groups.append(group)
+        first = last
+    return PackedBias(tuple(groups), flat)
 
 
 def for_kernel(bias: ScoreBias, *, half: bool) -> ScoreBias:

@@ -2,37 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import weakref
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
 
-from ..terms import ScoreBias
+from ..terms import ScoreBias, Term
 from .arguments import broadcasts
-from .packing import PackedBias, pack, unsupported
+from .packing import PackedBias, can_join, join, pack, unsupported
 from .training_packing import pack_for_training, training_problem
 
 T = TypeVar("T")
+#: what for ("attention" or "training"), whether in half precision, and for which scale
+Form = tuple[str, bool, float | None]
 
 
 class PreparedBias:
     """A bias whose terms do not change between calls.
 
-    Holds what the operator works out from it, so that a call spends nothing on it. Make a new one
-    when a tensor of the bias changes.
+    Holds what the operator works out from it, so that a call spends nothing on it; neither does a
+    compiled graph, which takes the packed forms as inputs. Make a new one when a tensor of the
+    bias changes.
 
     Args:
         bias: the terms.
+        once: it serves one call, so that nothing needs to be kept for others.
     """
 
-    def __init__(self, bias: ScoreBias) -> None:
+    def __init__(self, bias: ScoreBias, once: bool = False) -> None:
         self.bias = bias
         self.requires_grad = bias.requires_grad
         self._kept: dict[Hashable, Any] = {}
+        self._forms: dict[Form, PackedBias] = {}
+        #: a bias whose forms serve this one, too, and what they lack
+        self._parts: tuple[PreparedBias, tuple[Term, ...]] | None = None
+        #: forms that compiled graphs look for
+        self.traced: set[Form] = set()
+        #: what it has in common with biases whose forms are made together; nothing if they are not
+        self._alike = ""
+        self._group: _Alike | None = None
+        # terms that ask for gradients are not frozen, and what a trace makes is not real
+        if not (once or self.requires_grad or torch.compiler.is_compiling()):
+            self._alike, self._group = _join(self)
+
+    def joined(self, extra: tuple[Term, ...]) -> PreparedBias:
+        """This bias and further terms, which come with a call: only those are packed for it."""
+        terms = ScoreBias(self.bias.terms + extra, self.bias.num_heads)
+        made = PreparedBias(terms, once=True)
+        if can_join(self.bias, extra):
+            made._parts = (self, extra)
+        return made
+
+    def __reduce__(self) -> Any:  # copies make their own forms
+        return PreparedBias, (self.bias,)
 
     def packed(self, half: bool, scale: float | None) -> PackedBias:
         """The form that the kernel reads next to q, k and v; see `pack`."""
-        return self._keep(("packed", half, scale), lambda: pack(self.bias, half=half, scale=scale))
+        return self._form("attention", half, scale)
 
     def packed_for_training(self, half: bool) -> PackedBias:
         """The form that the operator with gradients takes; see `pack_for_training`.
@@ -41,7 +69,44 @@ class PreparedBias:
         """
         if self.requires_grad:
             return pack_for_training(self.bias, half=half)
-        return self._keep(("training", half), lambda: pack_for_training(self.bias, half=half))
+        return self._form("training", half, None)
+
+    def make_forms(self, forms: Iterable[Form]) -> None:
+        """Make these forms now, and have them ready for compiled graphs that look for them."""
+        for form in forms:
+            if form not in self._forms:
+                self._forms[form] = self._make(form)
+            self.traced.add(form)
+
+    def _make(self, form: Form) -> PackedBias:
+        """Tensors for calls in every mode; autocast would cast some of them."""
+        device = self.bias.device.type
+        with ExitStack() as modes:
+            modes.enter_context(torch.inference_mode(False))
+            modes.enter_context(torch.no_grad())
+            if torch.is_autocast_enabled(device):
+                modes.enter_context(torch.autocast(device, enabled=False))
+            return self._pack(*form)
+
+    def _pack(self, purpose: str, half: bool, scale: float | None) -> PackedBias:
+        if purpose == "training":
+            return pack_for_training(self.bias, half=half)
+        if self._parts is None:
+            return pack(self.bias, half=half, scale=scale)
+        own, extra = self._parts
+        return join(own.packed(half, scale), extra)
+
+    def _form(self, purpose: str, half: bool, scale: float | None) -> PackedBias:
+        if self._alike and torch.compiler.is_compiling():
+            scale = None if scale is None else _settled(scale)
+            _make_outside_of_the_graph(self._alike, purpose, half, scale)
+        form = (purpose, half, scale)
+        if form in self._forms:
+            return self._forms[form]
+        if torch.compiler.is_compiling():
+            return self._pack(*form)
+        self._forms[form] = self._make(form)
+        return self._forms[form]
 
     def problem(self, half: bool, training: bool = False) -> str | None:
         """Why the kernels cannot add this bias, or None if they can.
@@ -63,12 +128,9 @@ class PreparedBias:
         return self._keep(call, lambda: _check_fits(self.bias, *call))
 
     def _keep(self, key: Hashable, make: Callable[[], T]) -> T:
-        if key in self._kept:
-            return self._kept[key]
-        made = make()
-        # a graph that is being traced must not change what the next call finds
-        if not torch.compiler.is_compiling():
-            self._kept[key] = made
+        if key not in self._kept:
+            self._kept[key] = make()
+        made: T = self._kept[key]
         return made
 
 
@@ -82,3 +144,51 @@ def _check_fits(bias: ScoreBias, batch: tuple[int, ...], heads: int, n: int, m: 
                 f"of q, {batch}"
             )
         term.check_sizes(n, m)
+
+
+# -- forms that a trace asks for -------------------------------------------------------------------
+#
+# Packing is no part of a graph, which would repeat it in every call. The trace has it done on the
+# real tensors, and then finds the forms as if a call in eager mode had left them. A graph may serve
+# more than one bias: layers that are compiled one by one share theirs if each finds what the first
+# one found. So a trace has the forms made for all biases that look alike to it, and it names them
+# by what they look like. To name the object would be a guard on that object.
+
+
+class _Alike:
+    """Biases that look alike to a trace."""
+
+    def __init__(self) -> None:
+        self.members: weakref.WeakSet[PreparedBias] = weakref.WeakSet()
+
+
+#: forgotten with the last member, each of which holds it
+_GROUPS: weakref.WeakValueDictionary[str, _Alike] = weakref.WeakValueDictionary()
+
+
+def _join(bias: PreparedBias) -> tuple[str, _Alike]:
+    """Make `bias` a member of its group; returns the name of that, and the group."""
+    name = repr((bias.bias.spec(), str(bias.bias.device)))
+    group = _GROUPS.setdefault(name, _Alike())
+    group.members.add(bias)
+    return name, group
+
+
+def _settled(scale: float) -> float:
+    """The number itself where a trace leaves it open, as it does for sizes that change."""
+    from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+    return guard_scalar(scale)
+
+
+def _make_outside_of_the_graph(alike: str, *form: Any) -> None:
+    """Make a form for all biases of a group, with tensors that the trace does not know."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        for bias in tuple(_GROUPS[alike].members):
+            bias.make_forms([form])
+
+
+# torch.compile runs it while it traces, and takes the answer for a constant; see `device_problem`
+_make_outside_of_the_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -63,9 +63,9 @@ def pack_for_training(bias: ScoreBias, *, half: bool) -> PackedBias:
     specs, flat = [], []
     for heads in head_groups(bias, half=half):
         spec, tensors = _pack_group(bias, heads, half)
-        specs.append(spec.values())
+        specs.append(spec)
         flat += tensors
-    return PackedBias(repr(tuple(specs)), flat)
+    return PackedBias(tuple(specs), flat)
 
 
 def _pack_group(

@@ -130,7 +130,9 @@ def test_a_shared_bias_is_handed_on_as_its_table() -> None:
     )
     with torch.no_grad():
         model(SHARED.inputs())
-        assert seen[-1]["table"] is model.rel_pos_bias.relative_position_bias_table
+        handed_on = seen[-1]["table"]
+        assert torch.equal(handed_on, model.rel_pos_bias.relative_position_bias_table)
+        assert handed_on.data_ptr() == model.rel_pos_bias.relative_position_bias_table.data_ptr()
         model.blocks[1].attn.attn_drop.train()  # one block runs its original: all get the matrix
         model(SHARED.inputs())
     assert seen[-1].shape == (2, 26, 26)
