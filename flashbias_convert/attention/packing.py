@@ -137,7 +137,7 @@ def pack(bias: ScoreBias, *, half: bool, scale: float | None = None) -> PackedBi
 def can_join(own: ScoreBias, extra: Sequence[Term]) -> bool:
     """Whether `join` can add these terms to the packed form of a bias. Reads no tensors."""
     simple = all(t.heads is None and not isinstance(t, Axial | LowRank) for t in extra)
-    return bool(own.terms) and simple
+    return len(own.terms) > 0 and simple
 
 
 def join(packed: PackedBias, extra: Sequence[Term]) -> PackedBias:
