@@ -255,3 +255,12 @@ def test_features_and_biases_must_have_the_same_batch() -> None:
             model, model.pair, lambda *a, **k: Observed(x, x, bias), [batch], most=1,
             attention=False,
         )  # fmt: skip
+
+
+def test_networks_that_cost_more_than_the_bias_say_so() -> None:
+    cheap, dear = 16, 64  # of costs.py, where a dense bias that short costs less than 64 columns
+    for rank in (cheap, dear):
+        _, plan = fit(dataclasses.replace(EASY, steps=20, energy=None), rank=rank)
+        (site,) = plan.patched
+        told = [text for text in site.warnings if text.startswith(f"its factors of rank {rank} ")]
+        assert len(told) == (rank == dear)
