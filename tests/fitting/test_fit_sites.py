@@ -14,6 +14,7 @@ from flashbias_convert import apply_plan, fit_sites, load_model, patch_model, sa
 from flashbias_convert.decompose.neural import Check
 from flashbias_convert.decompose.neural_options import FitOptions
 from flashbias_convert.errors import NothingToConvertError, UsageError
+from flashbias_convert.fitting import sites
 from flashbias_convert.fitting.collect import Collected, collect, cropped
 from flashbias_convert.fitting.sites import missed
 from flashbias_convert.inputs import Batch, as_inputs
@@ -257,10 +258,16 @@ def test_features_and_biases_must_have_the_same_batch() -> None:
         )  # fmt: skip
 
 
-def test_networks_that_cost_more_than_the_bias_say_so() -> None:
-    cheap, dear = 16, 64  # of costs.py, where a dense bias that short costs less than 64 columns
-    for rank in (cheap, dear):
+def test_networks_that_cost_more_than_the_bias_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int, int]] = []
+
+    def judged(n: int, m: int, rank: int) -> str | None:
+        asked.append((n, m, rank))
+        return "too dear" if rank > 4 else None
+
+    monkeypatch.setattr(sites, "networks_in_words", judged)
+    for rank in (4, 5):
         _, plan = fit(dataclasses.replace(EASY, steps=20, energy=None), rank=rank)
         (site,) = plan.patched
-        told = [text for text in site.warnings if text.startswith(f"its factors of rank {rank} ")]
-        assert len(told) == (rank == dear)
+        assert asked[-1] == (site.n, site.m, rank) and site.n > 0
+        assert ("too dear" in site.warnings) == (rank == 5)
