@@ -259,15 +259,15 @@ def test_features_and_biases_must_have_the_same_batch() -> None:
 
 
 def test_networks_that_cost_more_than_the_bias_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int, int]] = []
+    asked: list[tuple[int, ...]] = []
 
-    def judged(n: int, m: int, rank: int) -> str | None:
-        asked.append((n, m, rank))
+    def judged(n: int, m: int, rank: int, head_dim: int) -> str | None:
+        asked.append((n, m, rank, head_dim))
         return "too dear" if rank > 4 else None
 
     monkeypatch.setattr(sites, "networks_in_words", judged)
     for rank in (4, 5):
         _, plan = fit(dataclasses.replace(EASY, steps=20, energy=None), rank=rank)
         (site,) = plan.patched
-        assert asked[-1] == (site.n, site.m, rank) and site.n > 0
+        assert asked[-1] == (site.n, site.m, rank, site.head_dim) and site.n > 0
         assert ("too dear" in site.warnings) == (rank == 5)
