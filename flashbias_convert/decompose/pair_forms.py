@@ -7,7 +7,7 @@ kernel less up to some rank, which depends on how long the sequence is. All cost
 
 from __future__ import annotations
 
-from .costs import BUCKETS, SMALLEST_BUCKET, added_cost, rank_bucket
+from . import costs
 
 #: sequences that a plan tells of, beside the length that it is made for
 LENGTHS = (256, 512, 1024, 2048, 4096)
@@ -23,10 +23,12 @@ def affordable_rank(n: int, m: int, head_dim: int | None = None) -> int:
         m: number of keys.
         head_dim: size of a head; None if it is not known.
     """
-    dense = added_cost("dense", n, m, head_dim=head_dim)
-    most = rank_bucket(max(min(n, m), SMALLEST_BUCKET))
-    ranks = (rank for rank in BUCKETS if rank <= most)
-    return max((r for r in ranks if added_cost("low_rank", n, m, r, head_dim) < dense), default=0)
+    dense = costs.added_cost("dense", n, m, head_dim=head_dim)
+    most = costs.rank_bucket(max(min(n, m), costs.SMALLEST_BUCKET))
+    ranks = (rank for rank in costs.BUCKETS if rank <= most)
+    return max(
+        (r for r in ranks if costs.added_cost("low_rank", n, m, r, head_dim) < dense), default=0
+    )
 
 
 def forms_in_words(n: int, m: int, head_dim: int | None = None) -> str:
@@ -35,7 +37,7 @@ def forms_in_words(n: int, m: int, head_dim: int | None = None) -> str:
     Args:
         n, m, head_dim: see `affordable_rank`.
     """
-    cost = added_cost("dense", n, m, head_dim=head_dim)
+    cost = costs.added_cost("dense", n, m, head_dim=head_dim)
     own = affordable_rank(n, m, head_dim)
     ranks = {length: affordable_rank(length, length, head_dim) for length in LENGTHS}
     others = ", ".join(f"{rank} at {length}" for length, rank in ranks.items())
@@ -52,12 +54,12 @@ def networks_in_words(n: int, m: int, rank: int, head_dim: int | None = None) ->
         n, m, head_dim: see `affordable_rank`.
         rank: of the networks.
     """
-    own = added_cost("low_rank", n, m, rank, head_dim)
-    dense = added_cost("dense", n, m, head_dim=head_dim)
+    own = costs.added_cost("low_rank", n, m, rank, head_dim)
+    dense = costs.added_cost("dense", n, m, head_dim=head_dim)
     if own < dense:
         return None
     return (
-        f"its factors of rank {rank} (padded {rank_bucket(rank)}) add {own:.3g} ps per score at "
+        f"its factors of rank {rank} (padded {costs.rank_bucket(rank)}) add {own:.3g} ps per score at "
         f"{n} tokens, the bias as it is {dense:.3g}; factors cost less "
         f"{_rank(affordable_rank(n, m, head_dim))}"
     )

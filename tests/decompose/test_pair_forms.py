@@ -34,7 +34,7 @@ def test_words_follow_the_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     def cost(kind: str, n: int, m: int, rank: int = 0, head_dim: int | None = None) -> float:
         return prices["dense"] * (2 if n > 700 else 1) if kind == "dense" else rank / 16
 
-    monkeypatch.setattr(pair_forms, "added_cost", cost)
+    monkeypatch.setattr(costs, "added_cost", cost)
     monkeypatch.setattr(pair_forms, "LENGTHS", (512, 1024))
     assert forms_in_words(100, 100) == (
         "exact, 2 ps per score at 100 tokens; factors cost less up to rank 16 (16 at 512, 32 at "
