@@ -59,8 +59,8 @@ def networks_in_words(n: int, m: int, rank: int, head_dim: int | None = None) ->
     if own < dense:
         return None
     return (
-        f"its factors of rank {rank} (padded {costs.rank_bucket(rank)}) add {own:.3g} ps per score at "
-        f"{n} tokens, the bias as it is {dense:.3g}; factors cost less "
+        f"its factors of rank {rank} (padded {costs.rank_bucket(rank)}) add {own:.3g} ps per score "
+        f"at {n} tokens, the bias as it is {dense:.3g}; factors cost less "
         f"{_rank(affordable_rank(n, m, head_dim))}"
     )
 
