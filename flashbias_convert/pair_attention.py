@@ -73,7 +73,8 @@ class PairAttention(PatchedAttention):
             return self.score_bias(call.q, call.k, call.v, built=built, **kwargs)
         memory = self.score_bias.pair_memory
         if memory is not None and memory.serves(call.source):
-            prepared = memory.prepared(call.source, self.bias_weights(), call.bias)
+            size = call.q.shape[-1]
+            prepared = memory.prepared(call.source, self.bias_weights(), call.bias, size)
             backend = self.score_bias.backend
             return flashbias_attention(call.q, call.k, call.v, prepared, backend=backend, **kwargs)
         built = {"dense": {"bias": call.bias()}}

@@ -79,7 +79,11 @@ class PairMemory:
         )
 
     def prepared(
-        self, source: Tensor, weights: tuple[Tensor, ...], make: Callable[[], Tensor]
+        self,
+        source: Tensor,
+        weights: tuple[Tensor, ...],
+        make: Callable[[], Tensor],
+        head_dim: int | None = None,
     ) -> PreparedBias:
         """The terms for a call.
 
@@ -90,6 +94,7 @@ class PairMemory:
             source: the tensor that the bias is made from.
             weights: what projects it.
             make: makes the bias, (*batch, H, N, M).
+            head_dim: size of a head, on which costs depend.
         """
         self.calls += 1
         tensors = (source, *weights)
@@ -104,20 +109,21 @@ class PairMemory:
         if not same and not self.unchanged:
             bias = make()
             return PreparedBias(ScoreBias((Dense(bias=bias),), bias.shape[-3]), once=True)
-        self._prepared = self._terms(make())
+        self._prepared = self._terms(make(), head_dim)
         return self._prepared
 
     def forget(self) -> None:
         """Let go of the tensors; decisions and counts stay."""
         self._seen, self._prepared = (), None
 
-    def _terms(self, bias: Tensor) -> PreparedBias:
+    def _terms(self, bias: Tensor, head_dim: int | None) -> PreparedBias:
         made = decompose_quickly(
             bias,
             energy=self.energy,
             rank=self.rank,
             max_attention_error=self.max_attention_error,
             name=self.name,
+            head_dim=head_dim,
         )
         self.decisions = made.decisions
         return PreparedBias(made.bias)

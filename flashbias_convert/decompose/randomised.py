@@ -16,13 +16,13 @@ from torch import Tensor
 from ..errors import UsageError
 from ..options import DecomposeOptions
 from ..terms import LowRank, ScoreBias
-from . import costs
 from .candidates import NO_TERM, Truncation, exact_candidates, select
 from .choose import pick, terms_of
 from .decision import Decomposition
 from .energy import rank_for_energy
 from .exact import is_row_constant
 from .loss import measure, row_center
+from .pair_forms import affordable_rank
 from .robust_svd import check_bias
 from .svd import TruncatedSVD, assemble
 
@@ -38,6 +38,7 @@ def decompose_quickly(
     rank: int | None = None,
     max_attention_error: float = 0.25,
     name: str = "",
+    head_dim: int | None = None,
 ) -> Decomposition:
     """Factors for the heads where they cost less than the bias itself, which the others keep.
 
@@ -50,6 +51,7 @@ def decompose_quickly(
         rank: this rank for every head instead, whatever it loses; what it loses is measured.
         max_attention_error: see `DecomposeOptions`.
         name: the site, for messages.
+        head_dim: size of a head, on which costs depend; None if it is not known.
 
     Returns:
         Terms, and a decision per head. Ranks whose factors cost no less than a dense bias
@@ -70,16 +72,16 @@ def decompose_quickly(
     constant = is_row_constant(bias).reshape(-1, count).all(0).tolist()
     heads = [h for h in range(count) if not constant[h]]
     picked = dict.fromkeys(range(count), (NO_TERM, NO_TERM.why))
-    columns = min(n, m, rank or affordable_rank(n, m))
+    columns = min(n, m, rank or affordable_rank(n, m, head_dim))
     truncations = []
     if heads and columns and options.energy < 1.0:
         some = select(bias, heads)
         svd = _truncated(some, energy, rank, columns)
         truncations.append(Truncation(heads, svd, measure(some, svd.term)))
-    found = truncations[0].candidates(n, m) if truncations else {}
+    found = truncations[0].candidates(n, m, head_dim) if truncations else {}
     for head in heads:
         low_rank = [found[head]] if head in found else []
-        picked[head] = pick(exact_candidates(bias, head, []), low_rank, options)
+        picked[head] = pick(exact_candidates(bias, head, [], head_dim), low_rank, options)
     terms = terms_of(bias, {h: c.term for h, (c, _) in picked.items()}, [], truncations)
     decisions = tuple(c.decision(h, reason) for h, (c, reason) in picked.items())
     return Decomposition(ScoreBias(terms, count), decisions)
@@ -94,14 +96,6 @@ def quick_factors(bias: Tensor, rank: int) -> LowRank:
         rank: at most the smaller of N and M.
     """
     return _truncated(bias.detach(), 1.0, rank, rank).term
-
-
-def affordable_rank(n: int, m: int) -> int:
-    """The largest rank whose factors cost less than a dense bias over n queries and m keys."""
-    dense = costs.added_cost("dense", n, m)
-    return max(
-        (r for r in costs.BUCKETS if costs.added_cost("low_rank", n, m, r) < dense), default=0
-    )
 
 
 def _truncated(bias: Tensor, energy: float, rank: int | None, columns: int) -> TruncatedSVD:

@@ -64,9 +64,9 @@ def robust_svd(matrix: Tensor, vectors: bool) -> tuple[Tensor, Tensor, Tensor]:
     resolve singular values down to 1e-8 of the largest, are the last resort.
     """
     attempts = (
-        lambda: _svd_by_gram(matrix) if _is_many_small(matrix) else _svd(matrix, vectors),
+        lambda: svd_by_gram(matrix) if _is_many_small(matrix) else _svd(matrix, vectors),
         lambda: _svd(matrix.cpu(), vectors),
-        lambda: _svd_by_gram(matrix.cpu()),
+        lambda: svd_by_gram(matrix.cpu()),
     )
     failure: Exception | None = None
     for attempt in attempts:
@@ -99,10 +99,13 @@ def _svd(matrix: Tensor, vectors: bool) -> tuple[Tensor, Tensor, Tensor]:
     return u, s, vh.mT
 
 
-def _svd_by_gram(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Thin SVD from the eigenvectors of the smaller of A A^T and A^T A."""
+def svd_by_gram(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Thin SVD from the eigenvectors of the smaller of A A^T and A^T A; values ascend.
+
+    Values below 1e-8 of the largest, and their vectors, are noise.
+    """
     if matrix.shape[-2] < matrix.shape[-1]:
-        u, s, v = _svd_by_gram(matrix.mT)
+        u, s, v = svd_by_gram(matrix.mT)
         return v, s, u
     squares, v = torch.linalg.eigh(matrix.mT @ matrix)
     s = squares.clamp(min=0).sqrt()

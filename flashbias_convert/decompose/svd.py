@@ -191,8 +191,13 @@ def _head_factors(
 def balanced_factors(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """All columns of float64 matrices: fp32 (B, N, K) and (B, M, K), float64 values (B, K)."""
     u, values, v = robust_svd(matrix, vectors=True)
+    return (*balanced(u, values, v), values)
+
+
+def balanced(u: Tensor, values: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 U sqrt(S) and V sqrt(S), with signs that do not depend on the driver."""
     sign = _column_signs(v) * values.sqrt()[..., None, :]
-    return (u * sign).float(), (v * sign).float(), values
+    return (u * sign).float(), (v * sign).float()
 
 
 def _column_signs(v: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from ..decompose.decision import HeadDecision
 from ..decompose.factor_networks import FactorNetworks
 from ..decompose.neural import Check, FitResult, fit
 from ..decompose.neural_options import FitOptions
+from ..decompose.pair_forms import networks_in_words
 from ..errors import DecompositionError, NothingToConvertError, UsageError
 from ..inputs import Batch, as_inputs
 from ..inspection import (
@@ -208,6 +209,9 @@ class _Fitter:
         warnings = self.site.warnings
         if not apart:
             warnings += ("its fit was judged on the one input that it was trained on",)
+        too_dear = networks_in_words(queries, size, self.rank, self.site.head_dim)
+        if too_dear is not None and result.reached:
+            warnings += (too_dear,)
         site = dataclasses.replace(
             self.site, n=queries, m=size, decisions=self._decisions(result), warnings=warnings
         )

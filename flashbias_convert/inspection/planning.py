@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch import nn
 
 from ..decompose import Decomposition, decompose, expected_gain
+from ..decompose.pair_forms import forms_in_words
 from ..errors import FlashBiasError, UsageError
 from ..modules import with_builders
 from ..options import DecomposeOptions
@@ -148,4 +149,8 @@ def _summary(result: Decomposition, description: Description) -> str:
         parts.append(f"{what} in {count} head{'s' if count > 1 else ''}{rank}")
     parts += [term.kind for term in description.exact_terms]
     parts += [f"{name} in each call" for name in description.builders]
-    return ", ".join(parts) or "no bias"
+    chosen = ", ".join(parts) or "no bias"
+    if description.depends_on_input:  # it could have factors, too
+        words = forms_in_words(description.n, description.m, description.head_dim)
+        return f"{chosen}: {words}"
+    return chosen

@@ -8,6 +8,7 @@ from torch import Tensor
 from .calls import ROUNDINGS, AttentionCall
 from .dynamic import depends_on, gated_offsets, gated_rows, sum_of_axes
 from .finding import Finding
+from .pair_values import distinct_values
 from .report import Kind
 from .structure import named
 from .suggest import ranks_of_calls
@@ -58,6 +59,10 @@ def of_input(
         return finding(kind, where + of, "axial from a builder", size * entries)
     if depends is not None:
         return finding(kind, of[2:], "dense from a builder", found[0][:, :1].numel() * heads * size)
+    count = distinct_values(samples, never, tolerance)
+    if count is not None:
+        detail = f"a table of {count} values, the same for every input, looked up for each pair"
+        return finding(kind, detail, "lookup from a builder", 4 * (heads * count + batch * n * m))
     rank = max(fit.ranks or (m,))
     if fit.is_low_rank:
         entries = batch * heads * (n + m) * rank

@@ -1,6 +1,6 @@
 """Biases of gravity and of distances on a sphere, by factor networks and by their rivals.
 
-python scripts/paper/gravity_and_sphere.py [--device cuda] [--output DIR]
+python scripts/paper/gravity_and_sphere.py [--device cuda] [--case-s 120] [--output DIR]
 
 The appendix "Generalization for Diverse Biases" of the FlashBias paper: gravity,
 1 / (distance^2 + 0.01) over the unit square, and the great-circle distance over latitudes in
@@ -9,19 +9,20 @@ the unit vectors of the sphere's points. Every row of the table is measured on p
 has seen; relative errors are Frobenius norms, of the bias as it is and with its rows centred.
 
 Writes gravity_and_sphere.csv, and a picture of the true bias, the fitted one and the residual.
-The columns device, points, steps and tokens say how large the run was.
+The columns device, points, steps and tokens say how large the run was. After --case-s seconds no
+method of a case is begun, and its row says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,12 +41,16 @@ from flashbias_convert.decompose.robust_svd import robust_svd
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = (
     "bias", "method", "rank", "kept_cells", "raw_error", "centred_error", "seconds", "steps",
-    "hidden", "tokens", "points", "seed", "device", "torch",
+    "hidden", "tokens", "points", "seed", "status", "device", "torch",
 )  # fmt: skip
 #: cells per row that "nearest" keeps, the point itself among them
 NEAREST = 8
 #: of the sparse part in the pursuit; 1, the choice of theory, keeps too many cells to be sparse
 WEIGHT = 6.0
+#: names of methods
+NETWORKS, UNTRAINED = "networks", "networks, no training"
+AS_IN_THE_PAPER = "networks, as in the paper"
+NEAREST_METHOD, PURSUIT = f"{NEAREST} nearest + SVD", "sparse (pursuit) + SVD"
 #: seed of the points that judge; fits draw theirs from other seeds
 UNSEEN = 987_654_321
 
@@ -115,7 +120,7 @@ class Result:
 
     method: str
     approximation: Tensor
-    seconds: float
+    seconds: float = 0.0
     kept_cells: float = 0.0
     steps: int = 0
     #: whether the rows of the approximation are centred, and it says nothing of their means
@@ -132,39 +137,61 @@ def _relative(error: Tensor, size: Tensor) -> float:
     return float(error.norm() / size.norm())
 
 
-def rivals(bias: Tensor, rank: int) -> Iterator[Result]:
-    """What is possible at all with the same rank, of a bias (N, N), float64."""
+#: makes the rows of a method
+Method = Callable[[], list[Result]]
+
+
+def timed(make: Callable[[], Result]) -> list[Result]:
+    """A row, with the seconds that it took."""
     started = time.perf_counter()
-
-    def seconds() -> float:
-        nonlocal started
-        now, before = time.perf_counter(), started
-        started = now
-        return now - before
-
-    yield Result("SVD, raw", _truncated(bias, rank), seconds())
-    centred = row_center(bias)
-    yield Result("SVD, rows centred", _truncated(centred, rank), seconds(), centred=True)
-    unit = row_center(torch.eye(len(bias), dtype=bias.dtype, device=bias.device))
-    zero = torch.zeros_like(bias[:1])
-    diagonal, _ = best_diagonal(centred[None], unit, rank, (zero, bias.diagonal()[None]))
-    part = diagonal[0, :, None] * unit
-    approximation = _truncated(centred - part, rank) + part
-    yield Result("SVD + diagonal", approximation, seconds(), 1 / len(bias), centred=True)
-    largest = bias.abs() if bias.diagonal().mean() > bias.mean() else -bias.abs()
-    cells = torch.zeros_like(bias, dtype=torch.bool)
-    cells.scatter_(1, largest.topk(NEAREST, -1).indices, True)
-    yield _sparse(
-        f"{NEAREST} nearest + SVD", low_rank_beside_cells(bias[None], cells, rank=rank), seconds
-    )
-    pursuit = low_rank_plus_sparse(bias[None], rank=rank, weight=WEIGHT)
-    yield _sparse("sparse (pursuit) + SVD", pursuit, seconds)
+    found = make()
+    return [replace(found, seconds=time.perf_counter() - started)]
 
 
-def _sparse(method: str, found: LowRankSparse, seconds: Callable[[], float]) -> Result:
+def truncations(bias: Tensor, rank: int) -> dict[str, Method]:
+    """The best of the same rank, of a bias (N, N), float64."""
+
+    def raw() -> Result:
+        return Result("SVD, raw", _truncated(bias, rank))
+
+    def centred() -> Result:
+        return Result("SVD, rows centred", _truncated(row_center(bias), rank), centred=True)
+
+    return {"SVD, raw": lambda: timed(raw), "SVD, rows centred": lambda: timed(centred)}
+
+
+def rivals(bias: Tensor, rank: int) -> dict[str, Method]:
+    """What else is possible beside factors of the same rank, of a bias (N, N), float64."""
+
+    def diagonal() -> Result:
+        matrix = row_center(bias)
+        unit = row_center(torch.eye(len(bias), dtype=bias.dtype, device=bias.device))
+        zero = torch.zeros_like(bias[:1])
+        found, _ = best_diagonal(matrix[None], unit, rank, (zero, bias.diagonal()[None]))
+        part = found[0, :, None] * unit
+        made = _truncated(matrix - part, rank) + part
+        return Result("SVD + diagonal", made, kept_cells=1 / len(bias), centred=True)
+
+    def nearest() -> Result:
+        largest = bias.abs() if bias.diagonal().mean() > bias.mean() else -bias.abs()
+        cells = torch.zeros_like(bias, dtype=torch.bool)
+        cells.scatter_(1, largest.topk(NEAREST, -1).indices, True)
+        return _sparse(NEAREST_METHOD, low_rank_beside_cells(bias[None], cells, rank=rank))
+
+    def pursuit() -> Result:
+        return _sparse(PURSUIT, low_rank_plus_sparse(bias[None], rank=rank, weight=WEIGHT))
+
+    return {
+        "SVD + diagonal": lambda: timed(diagonal),
+        NEAREST_METHOD: lambda: timed(nearest),
+        PURSUIT: lambda: timed(pursuit),
+    }
+
+
+def _sparse(method: str, found: LowRankSparse) -> Result:
     n = found.values.shape[-1]
     both = found.low_rank.dense(n, n, dtype=torch.float64) + found.values
-    return Result(method, both[0], seconds(), float(found.density), centred=True)
+    return Result(method, both[0], kept_cells=float(found.density), centred=True)
 
 
 def _truncated(matrix: Tensor, rank: int) -> Tensor:
@@ -172,37 +199,38 @@ def _truncated(matrix: Tensor, rank: int) -> Tensor:
     return (u[:, :rank] * values[:rank]) @ v[:, :rank].mT
 
 
-def fits(case: Case, points: Tensor, args: argparse.Namespace) -> Iterator[Result]:
+def fits(case: Case, points: Tensor, args: argparse.Namespace) -> dict[str, Method]:
     """Factor networks: without training, trained as here, and trained as in the paper."""
-    asked: dict[str, object] = {
+    asked: dict[str, Any] = {
         "loss": args.loss, "energy": None, "max_attention_error": None, "seed": args.seed,
         "check_every": min(args.check_every, args.steps), "hidden": args.hidden,
     }  # fmt: skip
-    methods = {
-        "networks, no training": FitOptions(steps=1, learning_rate=1e-30, **asked),  # type: ignore[arg-type]
-        "networks": FitOptions(steps=args.steps, **asked),  # type: ignore[arg-type]
-        "networks, as in the paper": FitOptions(
-            steps=args.steps, schedule="step", closed_form=False, **asked  # type: ignore[arg-type]
-        ),
-    }  # fmt: skip
-    for method, options in methods.items():
+
+    def fitted(method: str, **how: Any) -> list[Result]:
         started = time.perf_counter()
         found = fit_factor_networks(
             case.bias,
             lambda generator: case.tokens(args.tokens, generator),
             rank=args.rank,
             heads=1,
-            options=options,
+            options=FitOptions(**{"steps": args.steps, **asked, **how}),
             device=args.device,
         )
         made = _product(found, points)
         seconds = time.perf_counter() - started
-        steps = 0 if "no training" in method else found.steps
-        yield Result(method, made, seconds, steps=steps)
-        if method == "networks":
-            kept = made.clone()
-            kept.diagonal().copy_(case.bias(points, points)[0].diagonal())
-            yield Result("networks + diagonal", kept, seconds, 1 / len(points), steps)
+        first = Result(method, made, seconds, steps=0 if how.get("steps") else found.steps)
+        if method != NETWORKS:
+            return [first]
+        kept = made.clone()
+        kept.diagonal().copy_(case.bias(points, points)[0].diagonal())
+        beside = Result(f"{NETWORKS} + diagonal", kept, seconds, 1 / len(points), found.steps)
+        return [first, beside]
+
+    return {
+        UNTRAINED: lambda: fitted(UNTRAINED, steps=1, learning_rate=1e-30),
+        NETWORKS: lambda: fitted(NETWORKS),
+        AS_IN_THE_PAPER: lambda: fitted(AS_IN_THE_PAPER, schedule="step", closed_form=False),
+    }
 
 
 @torch.no_grad()
@@ -244,6 +272,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--points", type=int, default=1024, help="of the table and the picture")
     parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--case-s", type=float, default=0.0, help="begin no method after; 0: none")
     parser.add_argument("--tokens", type=int, default=1024, help="points of a training step")
     parser.add_argument("--check-every", type=int, default=500)
     parser.add_argument("--rank", type=int, default=32)
@@ -253,6 +282,32 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=list(CASES))
     parser.add_argument("--output", type=Path, default=ROOT / "scripts" / "results")
     return parser.parse_args()
+
+
+def rows_of(
+    case: Case, points: Tensor, bias: Tensor, args: argparse.Namespace
+) -> Iterator[tuple[dict[str, Any], Result | None]]:
+    """Columns and results of a case, method by method, for as long as there is time."""
+    started = time.monotonic()
+    methods = truncations(bias, args.rank) | fits(case, points, args) | rivals(bias, args.rank)
+    for name, method in methods.items():
+        if args.case_s and time.monotonic() - started > args.case_s:
+            yield {"method": name, "status": f"not begun after {args.case_s:g} s"}, None
+            continue
+        for result in method():
+            raw, centred = result.errors(bias)
+            yield (
+                {
+                    "method": result.method,
+                    "kept_cells": f"{result.kept_cells:.4f}",
+                    "raw_error": "" if raw is None else f"{raw:.5f}",
+                    "centred_error": f"{centred:.5f}",
+                    "seconds": f"{result.seconds:.1f}",
+                    "steps": result.steps,
+                    "status": "ok",
+                },
+                result,
+            )
 
 
 def main() -> None:
@@ -267,26 +322,25 @@ def main() -> None:
     )
     pictures = []
     with (args.output / "gravity_and_sphere.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
+        writer = csv.DictWriter(file, COLUMNS, restval="")
+        writer.writeheader()
         for case in (CASES[name] for name in args.cases):
             points = case.unseen(args.points, args.device)
             bias = case.bias(points.double(), points.double())[0]
-            found = []
-            for result in itertools.chain(rivals(bias, args.rank), fits(case, points, args)):
-                raw, centred = result.errors(bias)
-                row = [case.name, result.method, args.rank, f"{result.kept_cells:.4f}",
-                       "" if raw is None else f"{raw:.5f}", f"{centred:.5f}",
-                       f"{result.seconds:.1f}", result.steps, args.hidden, args.tokens,
-                       args.points, args.seed, device, torch.__version__]  # fmt: skip
-                writer.writerow(row)
+            where = {
+                "bias": case.name, "rank": args.rank, "hidden": args.hidden, "tokens": args.tokens,
+                "points": args.points, "seed": args.seed, "device": device,
+                "torch": torch.__version__,
+            }  # fmt: skip
+            for row, result in rows_of(case, points, bias, args):
+                writer.writerow({**where, **row})
                 file.flush()
-                print(*row, flush=True)
-                found.append(result)
-            made = next(r.approximation for r in found if r.method == "networks")
-            pictures.append((case.name, bias, made))
+                print(case.name, *row.values(), flush=True)
+                if result is not None and result.method == NETWORKS:
+                    pictures.append((case.name, bias, result.approximation))
     note = f"{device}, {args.points} points, {args.steps} steps, rank {args.rank}"
-    draw_pictures(pictures, args.output / "gravity_and_sphere.png", note)
+    if pictures:
+        draw_pictures(pictures, args.output / "gravity_and_sphere.png", note)
 
 
 if __name__ == "__main__":

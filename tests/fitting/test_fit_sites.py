@@ -14,6 +14,7 @@ from flashbias_convert import apply_plan, fit_sites, load_model, patch_model, sa
 from flashbias_convert.decompose.neural import Check
 from flashbias_convert.decompose.neural_options import FitOptions
 from flashbias_convert.errors import NothingToConvertError, UsageError
+from flashbias_convert.fitting import sites
 from flashbias_convert.fitting.collect import Collected, collect, cropped
 from flashbias_convert.fitting.sites import missed
 from flashbias_convert.inputs import Batch, as_inputs
@@ -255,3 +256,18 @@ def test_features_and_biases_must_have_the_same_batch() -> None:
             model, model.pair, lambda *a, **k: Observed(x, x, bias), [batch], most=1,
             attention=False,
         )  # fmt: skip
+
+
+def test_networks_that_cost_more_than_the_bias_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def judged(n: int, m: int, rank: int, head_dim: int) -> str | None:
+        asked.append((n, m, rank, head_dim))
+        return "too dear" if rank > 4 else None
+
+    monkeypatch.setattr(sites, "networks_in_words", judged)
+    for rank in (4, 5):
+        _, plan = fit(dataclasses.replace(EASY, steps=20, energy=None), rank=rank)
+        (site,) = plan.patched
+        assert asked[-1] == (site.n, site.m, rank, site.head_dim) and site.n > 0
+        assert ("too dear" in site.warnings) == (rank == 5)

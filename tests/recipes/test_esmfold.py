@@ -16,9 +16,11 @@ from flashbias_convert import (
     apply_plan,
     factors_once,
     fit_sites,
+    inspect_model,
     patch_model,
 )
 from flashbias_convert.decompose.neural_options import FitOptions
+from flashbias_convert.decompose.pair_forms import forms_in_words
 from flashbias_convert.modules import ScoreBiasModule
 from tests.recipes import model_parity as parity
 from tests.recipes.model_parity import PATHS, Case, randomised
@@ -91,6 +93,15 @@ def test_values(name: str, dtype: torch.dtype, backend: str) -> None:
     if name == "padded" and dtype == torch.float16:
         pytest.skip("a mask of -1e9 is infinite in fp16, and the original returns NaN")
     parity.check_values(CASES[name], dtype, backend)
+
+
+def test_the_plan_says_which_form_and_why() -> None:
+    """For the length that is asked for: up to which rank factors would cost less."""
+    for tokens in (384, 2048):
+        for site in inspect_model(block(), tokens=tokens).sites:
+            words = forms_in_words(tokens, tokens, site.head_dim)
+            assert site.reason == f"dense in each call: {words}"
+            assert f"at {tokens} tokens; factors cost less" in words
 
 
 def test_comes_and_goes() -> None:

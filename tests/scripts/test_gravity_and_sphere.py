@@ -53,3 +53,15 @@ def test_a_run(
     assert float(rows["SVD + diagonal"]["centred_error"]) <= centred
     assert {row["device"].split(",")[0] for row in rows.values()} == {"CPU"}
     assert {row["points"] for row in rows.values()} == {"24"}
+    assert {row["status"] for row in rows.values()} == {"ok"}
+
+
+def test_a_case_ends_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = ["--points", "24", "--cases", "gravity", "--case-s", "1e-9"]
+    monkeypatch.setattr(sys, "argv", ["script", *size, "--output", str(tmp_path)])
+    script.main()
+    with (tmp_path / "gravity_and_sphere.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 8 and all(row["status"].startswith("not begun") for row in rows)
