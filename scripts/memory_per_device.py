@@ -34,6 +34,8 @@ from pairformer_block import Pairformer
 RESULTS = Path(__file__).resolve().parent / "results/memory_per_device.csv"
 PARTS = (1, 2, 4, 8)
 RANK = 64
+#: models whose recipes say how heads are split
+SPLIT = ("SwinV2-G", "BLOOM-176B")
 COLUMNS = ("model", "what", "way", "devices", "formula_bytes", "allocated_bytes", "parameters")
 
 
@@ -57,9 +59,9 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     for make in (swin_g, bloom_176b, pairformer):
         name, blocks, attention, kinds = make()
-        heads = min(t.bias.num_heads for terms in kinds.values() for t in terms)
-        rows += weights(name, *blocks, attention, heads)
-        rows += [row for what, terms in kinds.items() for row in split(name, what, terms)]
+        most = max(PARTS) if name in SPLIT else 1
+        rows += weights(name, *blocks, attention, most)
+        rows += [row for what, terms in kinds.items() for row in split(name, what, terms, most)]
     RESULTS.parent.mkdir(exist_ok=True)
     with RESULTS.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
@@ -80,14 +82,14 @@ def weights(
     model: nn.Module,
     blocks: Iterable[nn.Module],
     attention: Callable[[str], bool],
-    fewest_heads: int,
+    most: int,
 ) -> list[dict[str, Any]]:
     """Bytes of bfloat16 weights on each device, from a model on the meta device.
 
     Args:
         blocks: what FSDP2 gathers, one at a time.
         attention: whether a parameter is one of a projection of attention.
-        fewest_heads: of any site; they cannot be split over more devices.
+        most: over how many devices heads can be split.
     """
     own = {id(p): (n, p.numel()) for n, p in model.named_parameters()}  # tied ones once
     total = sum(count for _, count in own.values())
@@ -101,7 +103,7 @@ def weights(
             "FSDP2": -(-total // parts) + gathered,
             "tensor parallel": total - heads + heads // parts,
         }
-        if parts > fewest_heads:
+        if parts > most:
             del ways["tensor parallel"]
         for way, count in ways.items():
             found.append(row(name, "weights", way, parts, 2 * count, "", total))
@@ -119,10 +121,10 @@ def row(
 # -- terms ---------------------------------------------------------------------------------
 
 
-def split(name: str, what: str, kinds: list[Terms]) -> list[dict[str, Any]]:
+def split(name: str, what: str, kinds: list[Terms], most: int) -> list[dict[str, Any]]:
     """Bytes of terms where heads are split over devices; DDP and FSDP2 have those of one."""
     found = []
-    for parts in PARTS if all(t.bias.num_heads % 8 == 0 for t in kinds) else (1, 2, 4):
+    for parts in (count for count in PARTS if count <= most):
         formula = sum(t.count * t.formula(t.bias.num_heads // parts) for t in kinds)
         made = sum(t.count * allocated(share(t.bias, parts)) for t in kinds)
         found.append(row(name, what, "heads split", parts, formula, made))

@@ -28,7 +28,7 @@ class Held:
     Attributes:
         reason: why, in words.
         model_bytes: of the weights in the dtype to compute in, which are allocated.
-        file_bytes: of the weights in the files, which are mapped, and copied as they are written.
+        file_bytes: of the weights in the files, which are mapped as they are read and written.
         dtype: to compute in.
     """
 
@@ -48,8 +48,8 @@ class Held:
     def __str__(self) -> str:
         return (
             f"all shards are held in memory at once: {self.reason}; about "
-            f"{_gigabytes(self.model_bytes)} for the model in {self.dtype}, and up to twice the "
-            f"{_gigabytes(self.file_bytes)} of its files"
+            f"{_gigabytes(self.model_bytes)} for the model in {self.dtype}, and up to three times "
+            f"the {_gigabytes(self.file_bytes)} of its files"
         )
 
 

@@ -170,7 +170,7 @@ def test_what_is_held_in_memory_is_said_before(
         "decomposed on meta": {"device": "meta"},
     }[why]
     sizes = [t.numel() for t in tiny_weights().values()]
-    expected = f"in float32, and up to twice the {2 * sum(sizes) / 1e6:.1f} MB of its files"
+    expected = f"in float32, and up to three times the {2 * sum(sizes) / 1e6:.1f} MB of its files"
 
     def opening(*args: Any, **given: Any) -> Any:
         assert why in caplog.text and expected in caplog.text
