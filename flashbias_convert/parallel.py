@@ -3,6 +3,11 @@
 A patched model can be wrapped by DDP and by FSDP2 as it is: its terms are buffers, of which every
 process keeps all; terms that are trained are parameters like others. Tensor parallelism splits
 heads, and the terms must follow: `shard_sites`.
+
+Terms belong to weights. Other weights are noticed at each call where this process has them. Inside
+FSDP, and while accelerate keeps a weight elsewhere, that cannot be looked up: they are noticed when
+a state dict is loaded and when training mode is left. Until then a weight that was written to in
+place serves with the terms of the old one.
 """
 
 from __future__ import annotations

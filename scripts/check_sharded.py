@@ -7,7 +7,10 @@ Makes a BLOOM of that size with random weights in FOLDER, copies it (what the di
 it in a process whose memory is measured, converts it again and kills that half-way, and goes on.
 Both outputs must have the same bytes, and every tensor those of the input. Writes
 scripts/results/check_sharded.csv, a row for each step; memory is resident memory, mapped files
-included, beyond what the process has after its imports.
+included, beyond what the process has after its imports. Its parts are looked at ten times a second,
+each at its highest: what the process allocated itself, and pages of the page cache that it has
+mapped, of the checkpoints and of libraries. The kernel maps such pages in blocks that it chooses,
+and takes them back when memory is short.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +41,7 @@ from torch import Tensor
 
 RESULTS = Path(__file__).parent / "results" / "check_sharded.csv"
 HIDDEN, VOCABULARY = 4096, 1024
+PARTS = ("allocated", "mapped of checkpoints", "mapped of libraries")
 #: of the largest shard
 MOST_MEMORY = 1.2
 
@@ -128,11 +133,11 @@ class Check:
             return
         assert done.returncode == 0, f"ended with {done.returncode}"
         told = json.loads(done.stdout.splitlines()[-1])
-        self._row(step, told["seconds"], told["grown"], told["peak"])
+        self._row(step, told["seconds"], told)
 
-    def _row(
-        self, step: str, seconds: float | None, grown: int | None = None, peak: int | None = None
-    ) -> None:
+    def _row(self, step: str, seconds: float | None, told: dict[str, Any] | None = None) -> None:
+        told = told or {}
+        grown, peak = told.get("grown"), told.get("peak")
         row = {
             "gigabytes": round(self._total / 1e9, 2),
             "layout": self._args.layout,
@@ -141,6 +146,7 @@ class Check:
             "step": step,
             "seconds": "" if seconds is None else round(seconds, 1),
             "memory (MB)": "" if grown is None else round(grown / 1e6),
+            **{f"{part} (MB)": round(told[part] / 1e6) if part in told else "" for part in PARTS},
             "memory with imports (MB)": "" if peak is None else round(peak / 1e6),
             "memory / largest shard": "" if grown is None else round(grown / self._largest, 3),
         }
@@ -183,10 +189,56 @@ def work(source: Path, output: Path, limit: int) -> int:
         convert_checkpoint(Path(folder) / "warm")
     Path("/proc/self/clear_refs").write_text("5")
     before, started = high_water(), time.perf_counter()
-    convert_checkpoint(source, output, copying=copying)
+    with Parts(source.parent) as parts:
+        convert_checkpoint(source, output, copying=copying)
     seconds, peak = time.perf_counter() - started, high_water()
-    print(json.dumps({"seconds": seconds, "grown": peak - before, "peak": peak}))
+    told = {"seconds": seconds, "grown": peak - before, "peak": peak, **parts.grown()}
+    print(json.dumps(told))
     return 0
+
+
+class Parts:
+    """Inside, a thread looks at what resident memory consists of.
+
+    Args:
+        folder: what is mapped of it is of checkpoints, all other files are libraries.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._ended = str(folder.resolve()), threading.Event()
+        self._before = self._most = self._look()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> Parts:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def grown(self) -> dict[str, int]:
+        """Most bytes of each part, beyond what it had before."""
+        return {part: self._most[part] - self._before[part] for part in PARTS}
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.1):
+            now = self._look()
+            self._most = {part: max(now[part], self._most[part]) for part in PARTS}
+
+    def _look(self) -> dict[str, int]:
+        found, of = dict.fromkeys(PARTS, 0), ""
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            first, *rest = line.split()
+            if not first.endswith(":"):
+                name = " ".join(rest[4:])
+                of = "mapped of checkpoints" if self._folder in name else "mapped of libraries"
+            elif first == "Rss:":
+                found[of] += 1024 * int(rest[0])
+            elif first == "Anonymous:":  # of private maps, too, what was written to
+                found["allocated"] += 1024 * int(rest[0])
+                found[of] -= 1024 * int(rest[0])
+        return found
 
 
 def high_water() -> int:

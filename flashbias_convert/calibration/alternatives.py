@@ -42,6 +42,10 @@ class Form:
     decisions: tuple[HeadDecision, ...]
     errors: Tensor
 
+    def to(self, device: torch.device | str) -> Form:
+        """The same with its terms on a device."""
+        return dataclasses.replace(self, bias=self.bias.to(device))
+
 
 def split_site(site: SitePlan) -> tuple[ScoreBias, tuple[Term, ...]]:
     """The decomposed terms of a planned site, and its masks and closed forms."""

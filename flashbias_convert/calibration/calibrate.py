@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -12,11 +14,15 @@ from ..errors import UsageError
 from ..inputs import Batch, as_inputs, running
 from ..inspection import inspect_model
 from ..patching import apply_plan
-from ..plan import Plan
+from ..plan import Plan, SitePlan
+from ..shares import each, own
 from ..swap import restored
-from .alternatives import forms_of
+from .alternatives import Form, forms_of
 from .capture import capture_calls
-from .search import Alternatives, Search, outputs_of, relative_change
+from .search import Alternatives, Search, outputs_of, relative, squares
+
+if TYPE_CHECKING:  # torch may have been built without it
+    from torch.distributed import ProcessGroup
 
 
 def calibrate_model(
@@ -26,6 +32,7 @@ def calibrate_model(
     max_output_error: float = 0.01,
     max_rank: int | None = None,
     backend: str = "auto",
+    group: ProcessGroup | None = None,
     **options: Any,
 ) -> Plan:
     """Choose terms by their effect on the outputs, not by energy alone; nothing is changed.
@@ -43,6 +50,9 @@ def calibrate_model(
             there are any), relative to their own, in (0, 1].
         max_rank: cap on the rank.
         backend: see `flashbias_attention`.
+        group: processes that share sites and batches out, see `inspect_model`; each has the same
+            model and the same inputs. Every process runs the model on all inputs once, to see what
+            its sites are given; forms and the search, which are most of the work, are shared.
         **options: `include`, `exclude`, `recipes`, `tokens`, `target`, `progress`: see
             `inspect_model`.
 
@@ -55,23 +65,25 @@ def calibrate_model(
     """
     if not 0.0 < max_output_error <= 1.0:
         raise UsageError(f"max_output_error must be in (0, 1], got {max_output_error}")
-    plan = inspect_model(model, method="exact", force_all=True, **options)
+    plan = inspect_model(model, method="exact", force_all=True, group=group, **options)
     batches = [_as_here(batch, model) for batch in as_inputs(inputs, model=model).batches]
     if not batches:
         raise UsageError("there are no inputs to calibrate with")
     recipes = options.get("recipes", ())
     with restored(model, always=True):
         apply_plan(model, plan, recipes=recipes, backend=backend)
-        sites = {site.name: site for site in plan.patched if site.decisions}
-        with running(model):
-            calls = capture_calls(model, sites, batches)
-        reference = outputs_of(model, batches)
-        known = [Alternatives(s, forms_of(s, calls[n], max_rank)) for n, s in sites.items()]
+        known = _alternatives(model, plan, batches, max_rank, group)
+        here = own(len(batches), group)
+        reference = {at: outputs_of(model, [batches[at]])[0] for at in here}
 
         def difference(allowed: float) -> float:
             tried = _with(plan, known, allowed, math.nan)
             apply_plan(model, tried, recipes=recipes, backend=backend)
-            return relative_change(outputs_of(model, batches), reference)
+
+            def change(at: int) -> tuple[float, float]:
+                return squares(outputs_of(model, [batches[at]])[0], reference[at])
+
+            return relative(each([partial(change, at) for at in range(len(batches))], group))
 
         search = Search(known, difference, max_output_error)
         allowed = search.run()
@@ -80,6 +92,29 @@ def calibrate_model(
         plan.options, method="auto", max_rank=max_rank, max_output_error=max_output_error
     )
     return dataclasses.replace(done, options=settled)
+
+
+def _alternatives(
+    model: nn.Module,
+    plan: Plan,
+    batches: Sequence[Batch],
+    max_rank: int | None,
+    group: ProcessGroup | None,
+) -> list[Alternatives]:
+    """The forms of every decomposed site of a patched model."""
+    sites = [site for site in plan.patched if site.decisions]
+    with running(model):
+        calls = capture_calls(model, [sites[at].name for at in own(len(sites), group)], batches)
+
+    def forms(site: SitePlan) -> list[Form]:
+        found = forms_of(site, calls[site.name], max_rank)
+        return found if group is None else [form.to("cpu") for form in found]
+
+    found = each([partial(forms, site) for site in sites], group)
+    if group is not None:  # results are sent as tensors of the CPU
+        here = next(model.parameters()).device
+        found = [[form.to(here) for form in some] for some in found]
+    return [Alternatives(site, some) for site, some in zip(sites, found, strict=True)]
 
 
 def _with(plan: Plan, known: list[Alternatives], allowed: float, difference: float) -> Plan:

@@ -130,7 +130,17 @@ def outputs_of(model: nn.Module, batches: Iterable[Batch]) -> list[Tensor]:
 
 def relative_change(outputs: list[Tensor], reference: list[Tensor]) -> float:
     """Root mean square of the change, relative to that of the reference; NaN counts as infinite."""
-    off = sum(float((a - b).square().sum()) for a, b in zip(outputs, reference, strict=True))
-    size = sum(float(b.square().sum()) for b in reference)
+    return relative([squares(a, b) for a, b in zip(outputs, reference, strict=True)])
+
+
+def squares(output: Tensor, reference: Tensor) -> tuple[float, float]:
+    """Sums of squares over one batch: of the change, and of the reference."""
+    return float((output - reference).square().sum()), float(reference.square().sum())
+
+
+def relative(batches: Iterable[tuple[float, float]]) -> float:
+    """`relative_change` from what `squares` says of every batch."""
+    found = list(batches)
+    off, size = sum(a for a, _ in found), sum(b for _, b in found)
     change = (off / size) ** 0.5 if size else float(off > 0)
     return change if change == change else float("inf")

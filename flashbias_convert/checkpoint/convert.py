@@ -23,7 +23,7 @@ from .architecture import Architecture, ArchLike
 from .card import card_path, model_card
 from .mapped import MappedModel
 from .open import OpenedModel
-from .open_to_convert import open_to_convert
+from .open_to_convert import Held, open_to_convert
 from .origin import SOURCE_KEY, Origin
 from .outputs import WEIGHTS_NAME, check_output, is_folder, output_path, plan_path
 from .publication import require_absent, require_no_folder
@@ -44,6 +44,8 @@ class Conversion:
         output: the file or folder that was written; None for a dry run.
         plan_file: the sidecar; None for a dry run.
         notes: what the user should know about how the input was read.
+        held: why all shards were in memory at once, and what that takes; None if they were not, or
+            the input was no shards.
         model: the patched model (the original one after a dry run). Of shards that were converted
             one by one it has the weights memory-mapped, in the dtypes of the files.
     """
@@ -54,6 +56,7 @@ class Conversion:
     output: Path | None
     plan_file: Path | None
     notes: tuple[str, ...]
+    held: Held | None
     model: nn.Module = field(repr=False)
 
 
@@ -86,7 +89,8 @@ def convert_checkpoint(
     the same shards, and one for the terms. If that is interrupted or killed, the same call goes
     on where it stopped; the result is the same, byte for byte. Everything is in memory at once
     where `max_shard_size`, `planner`, another device than the CPU or a single file as output is
-    asked for, or where weights cannot be memory-mapped or are renamed as they are loaded.
+    asked for, or where weights cannot be memory-mapped or are renamed as they are loaded; a
+    warning says so before it is done, and `Conversion.held` afterwards.
 
     Args:
         path: a file, an index of shards, or a folder.
@@ -139,10 +143,10 @@ def convert_checkpoint(
             "a window is for looking at tensors alone",
             "it goes with inspect, without an architecture and without a calibration",
         )
-    apart = max_bytes is None and planner is None and target.suffix != ".safetensors"
+    together = _why_together(max_bytes, planner is not None, target)
     alone = dry_run and arch is None and planner is None
-    opened = open_to_convert(
-        source, apart, tuple(recipes), arch, arch_args, device, dtype, alone, window
+    opened, held = open_to_convert(
+        source, together, tuple(recipes), arch, arch_args, device, dtype, alone, window
     )
     choices = {
         "include": tuple(include),
@@ -174,8 +178,18 @@ def convert_checkpoint(
         output=None if dry_run else target,
         plan_file=None if dry_run else plan_path(_weights(target)),
         notes=opened.checkpoint.notes,
+        held=held,
         model=opened.model,
     )
+
+
+def _why_together(max_bytes: int | None, planned: bool, target: Path) -> str | None:
+    """Why shards are not converted one by one, as far as the options say it."""
+    if planned:
+        return "the model has to run, to be planned"
+    if max_bytes is not None:
+        return "another size of shards is asked for"
+    return "one file is asked for" if target.suffix == ".safetensors" else None
 
 
 def require_patched(plan: Plan) -> None:

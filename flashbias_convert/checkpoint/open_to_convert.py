@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,51 @@ from ..recipe import Recipe
 from .architecture import ArchLike
 from .bare import open_bare
 from .mapped import MappedModel, NotMappable, open_mapped
-from .open import OpenedModel, open_checkpoint, read_original
+from .open import OpenedModel, compute_dtype, open_checkpoint, read_original
 from .read import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Why the shards of a checkpoint are in memory at once, and what that takes.
+
+    Attributes:
+        reason: why, in words.
+        model_bytes: of the weights in the dtype to compute in, which are allocated.
+        file_bytes: of the weights in the files, which are mapped as they are read and written.
+        dtype: to compute in.
+    """
+
+    reason: str
+    model_bytes: int
+    file_bytes: int
+    dtype: str
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, dtype: torch.dtype, reason: str) -> Held:
+        """For a checkpoint of which no tensor was read yet."""
+        tensors = checkpoint.tensors.values()
+        wide = [t.numel() * (dtype if t.is_floating_point() else t.dtype).itemsize for t in tensors]
+        name = str(dtype).removeprefix("torch.")
+        return cls(reason, sum(wide), sum(t.nbytes for t in tensors), name)
+
+    def __str__(self) -> str:
+        return (
+            f"all shards are held in memory at once: {self.reason}; about "
+            f"{_gigabytes(self.model_bytes)} for the model in {self.dtype}, and up to three times "
+            f"the {_gigabytes(self.file_bytes)} of its files"
+        )
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 10**8 else f"{count / 1e6:.1f} MB"
 
 
 def open_to_convert(
     source: Path,
-    apart: bool,
+    together: str | None,
     recipes: tuple[Recipe, ...],
     arch: ArchLike | None,
     arch_args: Mapping[str, Any] | None,
@@ -28,29 +67,45 @@ def open_to_convert(
     dtype: torch.dtype | None,
     alone: bool,
     window: Sequence[int] | None,
-) -> OpenedModel | MappedModel:
-    """The model of a checkpoint; memory-mapped if it lies in shards and `apart` allows it.
+) -> tuple[OpenedModel | MappedModel, Held | None]:
+    """The model of a checkpoint; memory-mapped if it lies in shards and nothing stands against it.
 
     Where `alone` allows it and there is a window, or no known architecture has the tensors, it
     holds those of biases alone.
+
+    Args:
+        together: why shards have to be in memory at once, as far as the caller knows.
+
+    Returns:
+        The model, and why all shards are in memory, if so. This is told as a warning, too, before
+        they are: memory may not suffice.
     """
     checkpoint, without_terms = read_original(source)
     if alone and window is not None:
-        return open_bare(checkpoint, window=window, device=device, dtype=dtype)
-    on_cpu = device is None or torch.device(device).type == "cpu"
+        return open_bare(checkpoint, window=window, device=device, dtype=dtype), None
+    if device is not None and torch.device(device).type != "cpu":
+        together = together or f"biases are decomposed on {device}"
+    if without_terms:
+        together = together or "stale terms are taken out of its files"
     known: dict[str, Any] = {"arch": arch, "arch_args": arch_args, "dtype": dtype}
+    held = None
     try:
-        if apart and on_cpu and checkpoint.weight_map is not None and not without_terms:
+        if checkpoint.weight_map is not None:
             try:
-                return open_mapped(checkpoint, recipes=recipes, **known)
+                if together is not None:
+                    raise NotMappable(together)
+                return open_mapped(checkpoint, recipes=recipes, **known), None
             except NotMappable as reason:
-                note = f"all shards are held in memory at once: {reason}"
-                checkpoint = dataclasses.replace(checkpoint, notes=(*checkpoint.notes, note))
-        return open_checkpoint(checkpoint, device=device, without_terms=without_terms, **known)
+                computes = dtype or compute_dtype(checkpoint.tensors)
+                held = Held.of(checkpoint, computes, str(reason))
+                logger.warning("%s", held)
+        return open_checkpoint(
+            checkpoint, device=device, without_terms=without_terms, **known
+        ), held
     except UnknownArchitectureError as error:
         if not alone:
             raise
-        return _without_model(checkpoint, device, dtype, error)
+        return _without_model(checkpoint, device, dtype, error), None
 
 
 def _without_model(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,6 +140,7 @@ def _data(
         "plan_file": None if done.plan_file is None else str(done.plan_file),
         "architecture": str(done.architecture),
         "notes": list(done.notes),
+        "held_in_memory": None if done.held is None else dataclasses.asdict(done.held),
         "counts": done.plan.counts(),
         "seconds": round(seconds, 3),
         "exit_code": int(exit_code(done.plan)),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,9 +29,13 @@ from ..inspection import (
 from ..modules import with_builders
 from ..plan import Plan, SitePlan
 from ..recipe import Recipe, Registry
+from ..shares import each
 from ..swap import restored, unpatch_all
 from ..terms import ScoreBias
 from .collect import Collected, collect, cropped
+
+if TYPE_CHECKING:  # torch may have been built without it
+    from torch.distributed import ProcessGroup
 
 #: called with the name of a site after every look at its fit
 Progress = Callable[[str, Check], None]
@@ -53,6 +58,7 @@ def fit_sites(
     exclude: Iterable[str] = (),
     recipes: Iterable[Recipe] = (),
     progress: Progress | None = None,
+    group: ProcessGroup | None = None,
     **planning: Any,
 ) -> Plan:
     """Plan a model whose biases depend on the input; nothing is changed.
@@ -74,6 +80,8 @@ def fit_sites(
         state: a folder that keeps the fits, so that an interrupted one goes on.
         include, exclude, recipes: see `inspect_model`.
         progress: called after every check.
+        group: processes that share sites out, see `inspect_model`; each has the same model and the
+            same inputs, and fits every P-th site. A folder for `state` is one that all of them see.
         **planning: other keyword arguments of `inspect_model`, for the other sites.
 
     Returns:
@@ -90,7 +98,9 @@ def fit_sites(
     if model.training:
         raise UsageError("a fit needs the model in evaluation mode", "call model.eval() first")
     recipes = tuple(recipes)
-    plan = inspect_model(model, include=include, exclude=exclude, recipes=recipes, **planning)
+    plan = inspect_model(
+        model, include=include, exclude=exclude, recipes=recipes, group=group, **planning
+    )
     registry = Registry(recipes)
     dynamic = [site for site in plan.sites if _can_be_fitted(model, site, registry)]
     if not dynamic:
@@ -102,13 +112,19 @@ def fit_sites(
     if not batches:
         raise UsageError("there are no inputs to fit to")
     folder = _folder(state)
-    fitted = {}
     with restored(model, always=True):
         unpatch_all(model)
-        for site in dynamic:
+
+        def fitted_site(site: SitePlan) -> SitePlan:
             fitter = _Fitter(model, site, registry, options, rank, tokens_per_step)
             where = None if folder is None else folder / f"{site.name or 'model'}.fit"
-            fitted[site.name] = fitter.run(batches, calls, device, where, progress)
+            made = fitter.run(batches, calls, device, where, progress)
+            return made if group is None else _on("cpu", made)
+
+        fits = each([partial(fitted_site, site) for site in dynamic], group)
+        if group is not None:  # results are sent as tensors of the CPU
+            fits = [_on(next(model.parameters()).device, site) for site in fits]
+        fitted = {site.name: site for site in fits}
         sites = [fitted.get(site.name, site) for site in plan.sites]
         sites = together([_owner(model, site, registry) for site in sites], sites)
     return dataclasses.replace(plan, sites=sites)
@@ -142,6 +158,11 @@ def _folder(state: str | Path | None) -> Path | None:
     except OSError as error:
         raise UsageError(f"the folder {state} for fits cannot be made: {error}") from error
     return Path(state)
+
+
+def _on(device: torch.device | str, site: SitePlan) -> SitePlan:
+    bias = None if site.bias is None else site.bias.to(device)
+    return dataclasses.replace(site, bias=bias)
 
 
 def _as_here(batch: Batch, model: nn.Module) -> Batch:

@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flashbias_convert import load_model
+from flashbias_convert import inspect_model, load_model
 from flashbias_convert.checkpoint import (
     convert_checkpoint,
+    open_to_convert,
     read_checkpoint,
     restore_checkpoint,
     streaming,
@@ -25,7 +26,7 @@ from flashbias_convert.checkpoint.partial import Partial
 from flashbias_convert.errors import CheckpointError, UsageError, VerificationError
 from tests.toy import TOY, ToyModel
 
-from .models import ARGS, NAME, TiedToy, images, tiny_weights
+from .models import ARGS, NAME, TiedToy, images, tiny_weights, write_tiny
 from .sharded import contents, forget_high_water, high_water, write_bloom, write_shards
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -45,7 +46,8 @@ def swin(folder: Path, layout: str = "safetensors", dtype: torch.dtype = torch.f
 
 def convert(source: Path, output: Path, **options: Any) -> Path:
     done = convert_checkpoint(source, output, **{**TINY, **options})
-    assert done.output == output and not any("in memory" in note for note in done.notes)
+    assert done.output == output
+    assert (done.held is None) == ("max_shard_size" not in options)
     return output
 
 
@@ -152,8 +154,43 @@ def test_old_formats_are_converted_in_memory_and_that_is_said(tmp_path: Path) ->
         old = torch.load(path)
         torch.save(old, path, _use_new_zipfile_serialization=False)
     done = convert_checkpoint(source, tmp_path / "out", **TINY)
-    assert any("in memory at once: pytorch_model-00001" in note for note in done.notes)
+    assert done.held is not None and done.held.reason.startswith("pytorch_model-00001")
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("why", ["another size", "one file", "has to run", "decomposed on meta"])
+def test_what_is_held_in_memory_is_said_before(
+    tmp_path: Path, why: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = swin(tmp_path / "m")
+    options: dict[str, Any] = {
+        "another size": {"max_shard_size": "1GB"},
+        "one file": {"output": tmp_path / "one.safetensors"},
+        "has to run": {"planner": lambda model: inspect_model(model)},
+        "decomposed on meta": {"device": "meta"},
+    }[why]
+    sizes = [t.numel() for t in tiny_weights().values()]
+    expected = f"in float32, and up to three times the {2 * sum(sizes) / 1e6:.1f} MB of its files"
+
+    def opening(*args: Any, **given: Any) -> Any:
+        assert why in caplog.text and expected in caplog.text
+        return real(*args, **given)
+
+    real = open_to_convert.open_checkpoint
+    monkeypatch.setattr(open_to_convert, "open_checkpoint", opening)
+    if why == "decomposed on meta":  # any other device but the CPU
+        with pytest.raises(UsageError, match="meta"):
+            convert_checkpoint(source, tmp_path / "out", **TINY, **options)
+        return
+    held = convert_checkpoint(source, **{"output": tmp_path / "out", **TINY, **options}).held
+    assert held is not None and why in held.reason
+    assert (held.model_bytes, held.file_bytes) == (4 * sum(sizes), 2 * sum(sizes))
+
+
+def test_one_file_has_no_shards_to_hold(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = write_tiny(tmp_path / "one.safetensors")
+    assert convert_checkpoint(source, **TINY, max_shard_size="1GB").held is None
+    assert "in memory" not in caplog.text
 
 
 def test_other_shapes_are_an_error(tmp_path: Path) -> None:

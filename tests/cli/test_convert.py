@@ -17,7 +17,15 @@ from flashbias_convert.checkpoint import read_plan
 from flashbias_convert.cli import main
 from flashbias_convert.inspection import inspect_model
 from flashbias_convert.plan import Plan
-from tests.checkpoint.models import ARCH, images, tiny_model, write_tiny, write_tiny_folder
+from tests.checkpoint.models import (
+    ARCH,
+    images,
+    tiny_model,
+    tiny_weights,
+    write_tiny,
+    write_tiny_folder,
+)
+from tests.checkpoint.sharded import write_shards
 
 from .conftest import Cli
 
@@ -179,6 +187,18 @@ def test_shards_from_the_command_line(cli: Cli, tmp_path: Path) -> None:
     assert inside.code == 2 and "would overwrite the output" in inside.err
     bad = cli(path, *ARCH, "--max-shard-size", "5")
     assert bad.code == 2 and "write for instance 5GB" in bad.err
+
+
+def test_shards_that_are_held_in_memory_are_told(cli: Cli, tmp_path: Path) -> None:
+    source = write_shards(tmp_path / "m", tiny_weights(), "safetensors")
+    done = cli(source, *ARCH, "--max-shard-size", "1GB", "--json")
+    (line,) = done.err.splitlines()
+    assert done.code == 0 and "all shards are held in memory at once: another size" in line
+    size = sum(t.nbytes for t in tiny_weights().values())
+    held = done.json()["held_in_memory"]
+    assert held["model_bytes"] == held["file_bytes"] == size and held["dtype"] == "float32"
+    apart = cli(source, *ARCH, "--output", tmp_path / "apart", "--json")
+    assert (apart.code, apart.err) == (0, "") and apart.json()["held_in_memory"] is None
 
 
 def test_calibration_chooses_by_the_outputs(cli: Cli, tmp_path: Path) -> None:

@@ -18,14 +18,17 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from flashbias_convert import StaleTermsError, inspect_model, unpatch_model
+from flashbias_convert import StaleTermsError, fit_sites, inspect_model, unpatch_model
+from flashbias_convert.calibration import calibrate_model
+from flashbias_convert.decompose.neural_options import FitOptions
 from flashbias_convert.errors import UsageError
 from flashbias_convert.modules import ScoreBiasModule
 from flashbias_convert.parallel import ColwiseFused, shard_sites, spread
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.swap import patched_modules
 from flashbias_convert.terms import ScoreBias
-from tests.toy import TOY, ToyModel, make_model
+from tests import pairformer
+from tests.toy import TOY, ToyModel, make_input, make_model
 
 from .processes import model_of, outputs
 
@@ -188,6 +191,7 @@ def share(rank: int, world: int) -> dict[str, Any]:
             model, group=dist.group.WORLD, progress=lambda *call: told.append(call), **options
         )
         plans[name] = (plan.to_json(), terms_of(plan))
+    plans |= from_inputs(dist.group.WORLD)
     try:
         spread([lambda: 1, _broken, lambda: 3])
         failure = ""
@@ -216,13 +220,42 @@ def models() -> list[tuple[str, nn.Module, dict[str, Any]]]:
     ]
 
 
+def from_inputs(group: Any = None) -> dict[str, tuple[dict[str, Any], dict[str, Tensor]]]:
+    """A plan that is calibrated on five batches, and one whose sites are fitted."""
+    batches = [make_input(seed) for seed in range(5)]
+    calibrated = calibrate_model(
+        make_model(), batches, max_output_error=0.003, recipes=[TOY], backend="eager", group=group
+    )
+    options = FitOptions(
+        hidden=16,
+        steps=20,
+        check_every=10,
+        learning_rate=2e-2,
+        energy=0.01,
+        max_attention_error=1.0,
+    )
+    fitted = fit_sites(
+        pairformer.make_model(), pairformer.make_inputs(tokens=8), rank=4, options=options,
+        recipes=pairformer.RECIPES, group=group,
+    )  # fmt: skip
+    made = {"calibrated": calibrated, "fitted": fitted}
+    return {name: (plan.to_json(), terms_of(plan)) for name, plan in made.items()}
+
+
 def terms_of(plan: Any) -> dict[str, Tensor]:
-    """Every tensor of every term."""
-    return {
+    """Every tensor of every term, and of the networks that make terms."""
+    terms = {
         f"{site.name}.{name}": tensor
         for site in plan.patched
         for name, tensor in site.bias.named_tensors()
     }
+    networks = {
+        f"{site.name}.{kind}.{name}": tensor
+        for site in plan.patched
+        for kind, module in (site.modules or {}).items()
+        for name, tensor in module.state_dict().items()
+    }
+    return terms | networks
 
 
 # -- plans of transformers -----------------------------------------------------------------

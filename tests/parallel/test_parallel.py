@@ -18,7 +18,16 @@ if not (dist.is_available() and dist.is_gloo_available()):
 pytest.importorskip("transformers")
 
 from .processes import model_of, outputs, run
-from .serving import SPLIT, WRAPPED, models, plan_of_transformers, serve, share, terms_of
+from .serving import (
+    SPLIT,
+    WRAPPED,
+    from_inputs,
+    models,
+    plan_of_transformers,
+    serve,
+    share,
+    terms_of,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 Found = list[dict[str, Any]]
@@ -106,7 +115,15 @@ def alone() -> dict[str, Any]:
     for name, model, options in models():
         plan = inspect_model(model, **options)
         plans[name] = (plan.to_json(), terms_of(plan))
-    return plans
+    return plans | from_inputs()
+
+
+def test_plans_from_inputs_have_something_to_compare(alone: dict[str, Any]) -> None:
+    calibrated, fitted = (alone[name][0]["sites"] for name in ("calibrated", "fitted"))
+    chosen = {d["term"] for site in calibrated for d in site["decisions"]}
+    assert len(chosen) > 1
+    assert [site["status"] for site in fitted] == ["patched", "patched"]
+    assert any("phi" in name for name in alone["fitted"][1])
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -1,0 +1,241 @@
+"""Memory on each device for large models that are served on several: by formula, and allocated.
+
+    python scripts/memory_per_device.py            # minutes, and 4 GB of memory
+
+SwinV2-G (3 B parameters; windows of 40 x 40 at 640 pixels), BLOOM-176B, and the 48 blocks of
+AlphaFold 3's Pairformer at 1,024 tokens. Weights are counted on the meta device, in bfloat16, by
+what each way splits: DDP nothing, FSDP2 everything (and it gathers one block in full), tensor
+parallelism the projections of attention. Terms are made in earnest on the CPU: modules with the
+real heads, windows and lengths, but thin channels, which terms do not depend on, are patched, split
+as `shard_sites` does it, and the bytes of their storages are counted, for one block of each kind
+times their number. Of a bias that depends on the input, terms belong to one call. Writes
+`scripts/results/memory_per_device.csv`.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flashbias_convert import patch_model
+from flashbias_convert.swap import patched_modules
+from flashbias_convert.terms import Dense, LowRank, ScoreBias
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "paper"))
+from pairformer_block import Pairformer
+
+RESULTS = Path(__file__).resolve().parent / "results/memory_per_device.csv"
+PARTS = (1, 2, 4, 8)
+RANK = 64
+#: models whose recipes say how heads are split
+SPLIT = ("SwinV2-G", "BLOOM-176B")
+COLUMNS = ("model", "what", "way", "devices", "formula_bytes", "allocated_bytes", "parameters")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Terms of sites that are alike.
+
+    Attributes:
+        bias: of one site.
+        count: how many sites.
+        formula: their bytes in one site, by the number of heads, as the README has it.
+    """
+
+    bias: ScoreBias
+    count: int
+    formula: Callable[[int], int]
+
+
+def main() -> int:
+    """Write the table; 1 if something else is allocated than the formulas say."""
+    rows: list[dict[str, Any]] = []
+    for make in (swin_g, bloom_176b, pairformer):
+        name, blocks, attention, kinds = make()
+        most = max(PARTS) if name in SPLIT else 1
+        rows += weights(name, *blocks, attention, most)
+        rows += [row for what, terms in kinds.items() for row in split(name, what, terms, most)]
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    for row in rows:
+        print({k: v for k, v in row.items() if v != ""}, flush=True)
+    wrong = [r for r in rows if r["allocated_bytes"] not in ("", r["formula_bytes"])]
+    print(f"{len(wrong)} of {len(rows)} rows differ", *wrong, sep="\n  ")
+    return int(bool(wrong))
+
+
+# -- weights -------------------------------------------------------------------------------
+
+
+def weights(
+    name: str,
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    attention: Callable[[str], bool],
+    most: int,
+) -> list[dict[str, Any]]:
+    """Bytes of bfloat16 weights on each device, from a model on the meta device.
+
+    Args:
+        blocks: what FSDP2 gathers, one at a time.
+        attention: whether a parameter is one of a projection of attention.
+        most: over how many devices heads can be split.
+    """
+    own = {id(p): (n, p.numel()) for n, p in model.named_parameters()}  # tied ones once
+    total = sum(count for _, count in own.values())
+    largest = max(sum(p.numel() for p in block.parameters()) for block in blocks)
+    heads = sum(count for n, count in own.values() if attention(n))
+    found = []
+    for parts in PARTS:
+        gathered = largest if parts > 1 else 0
+        ways = {
+            "DDP": total,
+            "FSDP2": -(-total // parts) + gathered,
+            "tensor parallel": total - heads + heads // parts,
+        }
+        if parts > most:
+            del ways["tensor parallel"]
+        for way, count in ways.items():
+            found.append(row(name, "weights", way, parts, 2 * count, "", total))
+    return found
+
+
+def row(
+    name: str, what: str, way: str, parts: int, formula: int, allocated: Any, parameters: Any = ""
+) -> dict[str, Any]:
+    """A row of the table."""
+    values = (name, what, way, parts, formula, allocated, parameters)
+    return dict(zip(COLUMNS, values, strict=True))
+
+
+# -- terms ---------------------------------------------------------------------------------
+
+
+def split(name: str, what: str, kinds: list[Terms], most: int) -> list[dict[str, Any]]:
+    """Bytes of terms where heads are split over devices; DDP and FSDP2 have those of one."""
+    found = []
+    for parts in (count for count in PARTS if count <= most):
+        formula = sum(t.count * t.formula(t.bias.num_heads // parts) for t in kinds)
+        made = sum(t.count * allocated(share(t.bias, parts)) for t in kinds)
+        found.append(row(name, what, "heads split", parts, formula, made))
+    return found
+
+
+def share(bias: ScoreBias, parts: int) -> ScoreBias:
+    """What the first of some processes keeps, as `shard_sites` does it."""
+    return bias.select_heads(range(bias.num_heads // parts))
+
+
+def allocated(bias: ScoreBias) -> int:
+    """Bytes of the storages of its tensors, each once."""
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage() for _, t in bias.named_tensors()
+    }
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+# -- models --------------------------------------------------------------------------------
+
+Made = tuple[str, tuple[nn.Module, list[nn.Module]], Callable[[str], bool], dict[str, list[Terms]]]
+
+
+def swin_g() -> Made:
+    """SwinV2-G: C = 512, layers 2, 2, 42, 4 (Liu et al., 2022, section 4.1)."""
+    from timm.models.swin_transformer_v2 import SwinTransformerV2
+
+    sizes: dict[str, Any] = {"img_size": 640, "window_size": 40, "num_heads": (16, 32, 64, 128)}
+    depths = (2, 2, 42, 4)
+    with torch.device("meta"):
+        model = SwinTransformerV2(embed_dim=512, depths=depths, **sizes)
+    blocks = [block for layer in model.layers for block in layer.blocks]
+    thin = SwinTransformerV2(embed_dim=128, depths=(2, 2, 2, 2), **sizes).eval()
+    patch_model(thin, method="exact", force_all=True)
+    names = dict(thin.named_modules())
+    exact, ranks = [], []
+    for stage, depth in enumerate(depths):
+        for at in (0, 1):  # without and with shifted windows
+            block: Any = names[f"layers.{stage}.blocks.{at}"]
+            bias: ScoreBias = block.attn.score_bias.bias
+            window = 40 if stage < 3 else 20  # the last stage has no more tokens
+            n, offsets = window**2, (2 * window - 1) ** 2
+            windows = (640 // 4 // 2**stage // window) ** 2
+            ids = 4 * windows * n if windows > 1 and at else 0
+            exact.append(
+                Terms(bias, depth // 2, lambda h, t=offsets, n=n, i=ids: 4 * (h * t + 2 * n) + i)
+            )
+            masks = tuple(t for t in bias.terms if t.kind == "regions")
+            phi_q, phi_k = (torch.randn(bias.num_heads, n, RANK) for _ in range(2))
+            low = ScoreBias((LowRank(phi_q=phi_q, phi_k=phi_k), *masks), bias.num_heads)
+            ranks.append(Terms(low, depth // 2, lambda h, n=n, i=ids: 4 * h * RANK * 2 * n + i))
+    kinds = {"terms, exact": exact, f"terms, rank {RANK}": ranks}
+    return "SwinV2-G", (model, blocks), lambda n: ".qkv." in n or ".attn.proj." in n, kinds
+
+
+def bloom_176b() -> Made:
+    """BLOOM-176B: 70 layers, 112 heads of 128."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    config = BloomConfig(hidden_size=14336, n_layer=70, n_head=112, vocab_size=250880)
+    with torch.device("meta"):
+        model = BloomForCausalLM(config)
+    thin = BloomForCausalLM(BloomConfig(hidden_size=224, n_layer=1, n_head=112, vocab_size=64))
+    patch_model(thin.eval(), backend="eager")
+    (site,) = patched_modules(thin)
+    kinds = {"terms, ALiBi": [Terms(site.score_bias.bias, 70, lambda h: 4 * h)]}
+    blocks = list(model.transformer.h)
+    return "BLOOM-176B", (model, blocks), lambda n: ".self_attention." in n, kinds
+
+
+def pairformer(tokens: int = 1024) -> Made:
+    """AlphaFold 3's Pairformer: 48 blocks; terms of one call, for one structure."""
+    with torch.device("meta"):
+        model = nn.ModuleList(Pairformer() for _ in range(48))
+
+    def terms(heads: int, made: Callable[[int], Any]) -> ScoreBias:
+        return ScoreBias((made(heads),), heads)
+
+    def dense(heads: int) -> Dense:
+        return Dense(bias=torch.zeros(heads, tokens, tokens, dtype=torch.bfloat16))
+
+    def low(heads: int) -> LowRank:
+        phi_q, phi_k = (torch.zeros(heads, tokens, RANK) for _ in range(2))
+        return LowRank(phi_q=phi_q, phi_k=phi_k)
+
+    def kinds(
+        made: Callable[[int], Any], blocks: int, formula: Callable[[int], int]
+    ) -> list[Terms]:
+        triangles = Terms(terms(4, made), 2 * blocks, formula)
+        return [triangles, Terms(terms(16, made), blocks, formula)]
+
+    def of_matrix(heads: int) -> int:
+        return 2 * heads * tokens**2
+
+    def of_factors(heads: int) -> int:
+        return 4 * heads * RANK * 2 * tokens
+
+    found = {
+        "terms, dense, of one block": kinds(dense, 1, of_matrix),
+        f"terms, rank {RANK}, of one block": kinds(low, 1, of_factors),
+        f"terms, rank {RANK}, of all blocks": kinds(low, 48, of_factors),
+    }
+
+    def attends(name: str) -> bool:
+        parts = name.split(".")
+        attention = {"starting", "ending", "attention"}.intersection(parts)
+        return bool(attention) and parts[-2] in ("qkv", "gate", "out")
+
+    return "Pairformer", (model, list(model)), attends, found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""A model on one device and on two: wrapped, split, or spread by layers."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import tempfile
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .measuring import held, judged, megabytes, outputs, peak, timed, times
+from .working import WORLD, barrier
+
+
+def served(case: str, options: argparse.Namespace, place: torch.device, rank: int) -> Any:
+    """A model on this process's device alone, then on both."""
+    way, name, dtype = case.split()
+    model, x, truth = prepare(name, options.size, getattr(torch, dtype), place)
+    one = outputs(model, x)
+    barrier(place)
+    seconds_one = timed(lambda: outputs(model, x), options.repeats, place)
+    peak_one, held_one = peak(lambda: outputs(model, x), place), held(model)
+    wrapped = wrap(way, name, copy.deepcopy(model), place)
+    own = x if way == "tensor" else x.chunk(WORLD)[rank]
+    part = outputs(wrapped, own)
+    seconds_two = timed(
+        lambda: outputs(wrapped, own), options.repeats, place, lambda: barrier(place)
+    )
+    settle(wrapped)
+    peak_two = peak(lambda: outputs(wrapped, own), place)
+    settle(wrapped)
+    if way != "tensor":
+        parts = [torch.empty_like(part) for _ in range(WORLD)]
+        dist.all_gather(parts, part.contiguous())
+        part = torch.cat(parts)
+    found = judged(part, one, truth) | times(seconds_one, seconds_two, len(x))
+    found |= megabytes("held_mb_one", held_one) | megabytes("held_mb_two", held(wrapped))
+    return found | megabytes("peak_mb_one", peak_one) | megabytes("peak_mb_two", peak_two)
+
+
+def wrap(way: str, name: str, model: nn.Module, place: torch.device) -> nn.Module:
+    """The model on all processes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+    from torch.nn.parallel import DistributedDataParallel
+
+    from flashbias_convert.parallel import ColwiseFused, shard_sites
+    from flashbias_convert.swap import patched_modules
+
+    if way == "ddp":
+        ids = [place.index] if place.type == "cuda" else None
+        return DistributedDataParallel(model, device_ids=ids)
+    mesh = init_device_mesh(place.type, (WORLD,))
+    sites = patched_modules(model)
+    if way == "fsdp":
+        for site in sites:
+            fully_shard(site, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    for site in sites:
+        if name == "bloom":
+            plan = {"query_key_value": ColwiseParallel(), "dense": RowwiseParallel()}
+        else:
+            plan = {"qkv": ColwiseFused(), "proj": RowwiseParallel()}
+        parallelize_module(site, mesh, plan)
+    shard_sites(model, mesh)
+    return model
+
+
+def settle(model: nn.Module) -> None:
+    """Give back what FSDP2 keeps gathered after a call: the outermost weights."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def over_layers(case: str, options: argparse.Namespace, place: torch.device, _: int) -> Any:
+    """Half of the layers on each card, by accelerate; on the CPU half of them on the disk."""
+    try:
+        from accelerate import dispatch_model, infer_auto_device_map
+    except ImportError:
+        return {"status": "skipped", "reason": "accelerate is not installed"}
+    from flashbias_convert.swap import patched_modules
+
+    _way, name, dtype = case.split()
+    kept, x, truth = prepare(name, options.size, getattr(torch, dtype), place)
+    one = outputs(kept, x)
+    seconds_one = timed(lambda: outputs(kept, x), options.repeats, place)
+    model = copy.deepcopy(kept).to("cpu")
+    size = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
+    first, second = (0, 1) if place.type == "cuda" else ("cpu", "disk")
+    places = infer_auto_device_map(
+        model,
+        max_memory={first: size * 6 // 10, second: 2 * size},
+        no_split_module_classes=["SwinTransformerV2Block", "BloomBlock"],
+    )
+    if set(places.values()) != {first, second}:
+        return {"status": "failed", "reason": f"everything is on {set(places.values())}"}
+    with tempfile.TemporaryDirectory() as folder:
+        spread = dispatch_model(
+            model,
+            places,
+            main_device="cpu" if place.type == "cpu" else None,
+            offload_dir=folder,
+            preload_module_classes=sorted({type(s).__name__ for s in patched_modules(model)}),
+        )
+        two = outputs(spread, x).to(place)
+        cards = torch.device(place.type)  # both of them
+        seconds_two = timed(lambda: outputs(spread, x), options.repeats, cards)
+        sizes = megabytes("held_mb_one", held(kept)) | megabytes("held_mb_two", held(spread))
+    return judged(two, one, truth) | times(seconds_one, seconds_two, len(x)) | sizes
+
+
+# -- models --------------------------------------------------------------------------------
+
+
+def make(name: str, size: str) -> tuple[nn.Module, Tensor]:
+    """A model on the CPU, the same on every process, and a batch of inputs."""
+    torch.manual_seed(0)
+    small = size == "small"
+    if name == "swin":
+        import timm
+
+        model = timm.create_model(
+            "swinv2_tiny_window8_256",
+            img_size=256 if small else 32,
+            patch_size=4 if small else 2,
+            embed_dim=96 if small else 16,
+            depths=[2, 2, 6, 2] if small else [2, 1],
+            num_heads=[4, 4, 8, 16] if small else [2, 2],
+            window_size=16 if small else 8,
+            num_classes=10,
+        )
+        for key, parameter in model.named_parameters():
+            if key.endswith(("norm1.weight", "norm2.weight")):  # zero: blocks would do nothing
+                parameter.data.fill_(1)
+            elif "cpb_mlp" in key:  # as it begins, the bias is too small to matter
+                parameter.data.mul_(4)
+        return model.eval(), torch.randn(32 if small else 4, 3, *(2 * [256 if small else 32]))
+    import transformers
+
+    config = transformers.BloomConfig(
+        vocab_size=1000 if small else 97,
+        hidden_size=1024 if small else 48,
+        n_layer=8 if small else 2,
+        n_head=16 if small else 6,
+    )
+    bloom = transformers.BloomForCausalLM(config).eval()
+    return bloom, torch.randint(3, 97, (8 if small else 4, 1024 if small else 20))
+
+
+@lru_cache(maxsize=1)
+def prepare(
+    name: str, size: str, dtype: torch.dtype, place: torch.device
+) -> tuple[nn.Module, Tensor, Tensor]:
+    """A patched model and its inputs on a device, and what it computes in float64."""
+    from flashbias_convert import patch_model
+
+    model, x = make(name, size)
+    method = {"method": "svd", "energy": 0.9} if name == "swin" else {"method": "auto"}
+    patch_model(model, force_all=True, **method)
+    model, x = model.to(place, dtype), x.to(place)
+    x = x.to(dtype) if x.is_floating_point() else x
+    wide = copy.deepcopy(model).double()
+    samples = x.double().chunk(len(x)) if x.is_floating_point() else x.chunk(len(x))
+    truth = torch.cat([outputs(wide, sample) for sample in samples])
+    return model, x, truth
