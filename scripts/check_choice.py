@@ -38,7 +38,7 @@ ALLOWED = 1.05
 
 @dataclass(frozen=True)
 class Site:
-    """A bias (H, N, N) in fp32, and the size of a head."""
+    """A bias (H, N, N) as a model in bf16 has it, and the size of a head."""
 
     name: str
     bias: Tensor
@@ -58,7 +58,7 @@ def trained() -> Iterator[Site]:
             terms = [t for t in site.bias.terms if t.kind in ("relative_table", "dense")]
             bias = ScoreBias(tuple(terms), site.heads).dense(site.n, site.m)
             bias = bias.reshape(-1, *bias.shape[-3:])[0]
-            yield Site(f"{example} {site.name}", bias.float(), site.head_dim)
+            yield Site(f"{example} {site.name}", bias.bfloat16(), site.head_dim)
 
 
 def made() -> Iterator[Site]:
@@ -66,7 +66,7 @@ def made() -> Iterator[Site]:
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator).bfloat16()
 
     def by_index(heads: int, n: int) -> tuple[Tensor, Tensor]:
         u, v, size = window_codes(n)
@@ -81,11 +81,11 @@ def made() -> Iterator[Site]:
     buckets = (4 * (1 + steps).double().log2()).long()
     yield Site("logarithmic buckets, N = 2,048, heads of 128", normal(8, 64)[:, buckets], 128)
     yield Site("pair bias without structure, N = 512, heads of 32", normal(4, 512, 512), 32)
-    low = normal(4, 1024, 20) @ normal(4, 20, 1024) / 4
+    low = (normal(4, 1024, 20).float() @ normal(4, 20, 1024).float() / 4).bfloat16()
     yield Site("pair bias of rank 20, N = 1,024, heads of 32", low, 32)
     points = torch.rand(1024, 3, generator=generator)
     gravity = (1 / (torch.cdist(points, points).square() + 0.01)).clamp(max=20)
-    yield Site("gravity, N = 1,024, heads of 64", gravity.expand(4, -1, -1).clone(), 64)
+    yield Site("gravity, N = 1,024, heads of 64", gravity.bfloat16().expand(4, -1, -1).clone(), 64)
 
 
 def forms(site: Site) -> dict[str, ScoreBias]:
@@ -94,7 +94,7 @@ def forms(site: Site) -> dict[str, ScoreBias]:
     chosen = decompose(site.bias, DecomposeOptions(force_all=True), **options)
     exact = decompose(site.bias, DecomposeOptions(method="exact"), **options).bias
     svd = decompose(site.bias, DecomposeOptions(method="svd"), **options).bias
-    dense = ScoreBias((Dense(bias=site.bias.bfloat16()),), site.bias.shape[0])
+    dense = ScoreBias((Dense(bias=site.bias),), site.bias.shape[0])
     found = {"choice": chosen.bias, "dense": dense}
     if all(term.kind == "relative_table" for term in exact.terms):
         found["relative_table"] = exact

@@ -18,8 +18,8 @@ SHORTEST_N = 16
 
 #: Ranks are padded to a power of two, at least this one, the shortest product a tensor core does.
 SMALLEST_BUCKET = 16
-#: All of them that were measured; more columns, which kernels take up to 256, count as too dear.
-BUCKETS = (16, 32, 64, 128)
+#: All of them that were measured; kernels take no more columns than the last.
+BUCKETS = (16, 32, 64, 128, 256)
 #: Of a site that does not say its own.
 USUAL_HEAD_DIM = 64
 
