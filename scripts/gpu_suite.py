@@ -64,6 +64,7 @@ def main() -> int:
         "attention_sha256": digest(ROOT / "flashbias_convert/attention"),
         "suites": named or list(SUITES),
         **counts,
+        "failures": [line.split()[1] for line in summary],
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(result, indent=2) + "\n")
