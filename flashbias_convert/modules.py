@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .attention import SLACK, PreparedBias, bias_bound, flashbias_attention
 from .attention.arguments import broadcasts
+from .attention.backends import BACKENDS
 from .attention.bounds import LARGEST_BOUND
 from .attention.prepared import Form
 from .builder_module import BuilderModule, keeping_dtype
@@ -131,6 +132,8 @@ class ScoreBiasModule(nn.Module):
         trained: bool = False,
     ) -> None:
         super().__init__()
+        if backend not in BACKENDS:
+            raise UsageError(f"backend must be one of {BACKENDS}, got {backend!r}")
         self.backend = backend
         #: whether the terms are parameters, and no longer follow from the module's own bias
         self.trained = trained

@@ -101,6 +101,14 @@ def test_the_backend_reaches_every_site(backend: str) -> None:
     assert [attention(model, i).score_bias.backend for i in range(3)] == [backend] * 3
 
 
+def test_an_unknown_backend_is_refused_before_the_first_call() -> None:
+    model = make_model()
+    before = {name: type(module) for name, module in model.named_modules()}
+    with pytest.raises(UsageError, match=r"backend must be one of .* got 'flash'"):
+        patch(model, backend="flash")
+    assert {name: type(module) for name, module in model.named_modules()} == before
+
+
 def test_training_mode_is_the_original_with_all_its_gradients() -> None:
     model = make_model().train()
     reference = copy.deepcopy(model)

@@ -71,7 +71,9 @@ def is_mappable(path: Path) -> bool:
 
 def damaged(path: Path, error: Exception) -> CheckpointError:
     """One line on a file that cannot be read."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
+    # what torch says before its reason advises to switch `weights_only` off
+    text = str(error).rpartition("WeightsUnpickler error:")[2]
+    lines = text.strip().splitlines() or [type(error).__name__]
     return CheckpointError(f"{path} is damaged or not a checkpoint: {lines[0][:200]}")
 
 
@@ -165,12 +167,27 @@ def _names_in_legacy(source: Path | io.BytesIO) -> set[str]:
 
 def _names_in_pickle(file: IO[bytes]) -> set[str]:
     """``module.name`` of every global; leaves the file behind the pickle."""
-    found = set()
+    found: set[str] = set()
+    memo: dict[int, str] = {}
+    texts = ["", ""]  # the two that were pushed last; protocol 4 takes names from the stack
+    last: str | None = None  # what is on top, if it is a text
+    memoized = 0
     for code, argument, _ in pickletools.genops(file):
         if code.name == "GLOBAL":
             module, _, name = str(argument).partition(" ")
             module, name = _renamed(module, name)
             found.add(f"{module}.{name}")
+        elif code.name == "STACK_GLOBAL":
+            found.add(".".join(texts))
+        if code.name in ("MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"):
+            if last is not None:
+                memo[memoized if argument is None else argument] = last
+            memoized += 1
+            continue
+        is_get = code.name in ("GET", "BINGET", "LONG_BINGET")
+        last = memo.get(argument) if is_get else argument if isinstance(argument, str) else None
+        if last is not None:
+            texts = [texts[1], last]
     return found
 
 

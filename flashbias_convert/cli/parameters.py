@@ -53,7 +53,7 @@ MethodOpt = Annotated[
     Method,
     typer.Option(
         metavar="<auto|exact|svd>",
-        help="How biases become terms (neural: not yet).",
+        help="How biases become terms. Those that depend on the input: see the command fit.",
         rich_help_panel=_WHAT,
     ),
 ]

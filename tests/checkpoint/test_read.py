@@ -288,6 +288,34 @@ def test_code_in_a_pickle_does_not_run(tmp_path: Path, how: str) -> None:
     assert not trap.exists()
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("how", ["zip", "legacy", "plain"])
+def test_code_in_a_pickle_is_named(tmp_path: Path, how: str, protocol: int) -> None:
+    trap, path = tmp_path / "trap", tmp_path / "x.ckpt"
+    # the names of the second are in the memo of the first
+    content = {"extra": [Malicious(trap), Malicious(trap)]}
+    if how == "plain":
+        path.write_bytes(pickle.dumps(content, protocol))
+    else:
+        is_zip = how == "zip"
+        torch.save(content, path, pickle_protocol=protocol, _use_new_zipfile_serialization=is_zip)
+    with pytest.raises(
+        CheckpointError, match=r"could run code \(.*\); nothing was loaded"
+    ) as caught:
+        read_checkpoint(path)
+    assert "Path" in str(caught.value) or "getattr" in str(caught.value)
+    assert not trap.exists()
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_an_unreadable_pickle_is_no_reason_to_run_its_code(tmp_path: Path) -> None:
+    torch.save(WEIGHTS, tmp_path / "x.pt", pickle_protocol=4)
+    with pytest.raises(CheckpointError, match="is damaged or not a checkpoint: ") as caught:
+        read_checkpoint(tmp_path / "x.pt")
+    assert "weights_only" not in str(caught.value)
+
+
 def test_a_pickled_model_is_refused_with_the_way_out(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(1, 1), tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match=r"could run code .*torch\.nn.*state_dict\(\)"):
