@@ -185,10 +185,14 @@ def _names_in_pickle(file: IO[bytes]) -> set[str]:
             memoized += 1
             continue
         is_get = code.name in ("GET", "BINGET", "LONG_BINGET")
-        last = memo.get(argument) if is_get else argument if isinstance(argument, str) else None
+        last = memo.get(int(str(argument))) if is_get else _text(argument)
         if last is not None:
             texts = [texts[1], last]
     return found
+
+
+def _text(argument: object) -> str | None:
+    return argument if isinstance(argument, str) else None
 
 
 def _renamed(module: str, name: str) -> tuple[str, str]:
