@@ -139,7 +139,7 @@ class _Steps:
     def __call__(self, name: str) -> None:
         self._done += 1
         if self._progress is not None:
-            self._progress(self._done, max(self._total, self._done), name)
+            self._progress(self._done, max(self._total, self._done + 1), name)
 
 
 class _Run:

@@ -126,6 +126,10 @@ def site_group(group: CallGroup, timing: Timing, step: Step | None = None) -> Si
         out: Tensor = group.terms(call.q, call.k, call.v, **group.kwargs)
         return out
 
+    def named(name: str) -> None:
+        if step is not None:
+            step(f"{group.sites[0]}: {name}")
+
     return SiteGroup(
         sites=tuple(group.sites),
         batch=call.batch,
@@ -138,5 +142,5 @@ def site_group(group: CallGroup, timing: Timing, step: Step | None = None) -> Si
         rank=call.rank,
         causal=call.args.causal,
         cosine=call.args.cosine,
-        rows=site_rows(call, ours, timing, step=step),
+        rows=site_rows(call, ours, timing, step=named),
     )

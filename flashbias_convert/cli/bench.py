@@ -154,7 +154,7 @@ def bench(
     _check_files(benching, csv, plot, force)
     output = Output(speaking.json, speaking.quiet, speaking.verbose)
     quiet_libraries(building.arch, inputs)
-    with output.progress("reading", "measuring") as progress:
+    with output.steps("reading") as progress:
         report, source, failed_sites = benching.run(progress)
     code = _code(report, failed_sites)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 from ..options import DecomposeOptions
+from .output import Step
 from .values import load_recipes, torch_device
 
 if TYPE_CHECKING:  # these import torch, which takes seconds: not before the options are known
@@ -56,10 +57,12 @@ class Benching:
         found = [self.checkpoint, *([] if self.original is None else [self.original])]
         return [*found, *([Path(self.inputs)] if Path(self.inputs).exists() else [])]
 
-    def run(
-        self, progress: Callable[[int, int, str], None] | None
-    ) -> tuple[BenchmarkReport, str, int]:
-        """The report, where the models came from, and how many sites could not be converted."""
+    def run(self, progress: Step | None) -> tuple[BenchmarkReport, str, int]:
+        """The report, where the models came from, and how many sites could not be converted.
+
+        Args:
+            progress: called before each row, and after each site that is decomposed.
+        """
         import torch
 
         from ..benchmark import benchmark_model
@@ -77,7 +80,7 @@ class Benching:
             arch=self.arch,
             arch_args=self.arch_args,
             recipes=recipes,
-            progress=progress,
+            progress=_decomposing(progress),
         )
         report = benchmark_model(
             pair.original,
@@ -89,7 +92,7 @@ class Benching:
             repeats=self.repeats,
             compile=self.compile,
             max_tokens=self.max_tokens,
-            progress=progress,
+            progress=_measuring(progress),
         )
         failed = 0 if pair.is_file else len(pair.plan.with_status("failed"))
         return report, pair.source, failed
@@ -118,3 +121,16 @@ class Benching:
         batches = [batch for batch in firsts if batch is not None]
         notes = dict.fromkeys(note for each in found for note in each.notes)
         return Inputs(batches, found[0].source, (found[0].source, *notes))
+
+
+def _decomposing(progress: Step | None) -> Step | None:
+    if progress is None:
+        return None
+    # it is told of sites that are done
+    return lambda done, total, name: progress(done - 1, total, f"decomposed {name}")
+
+
+def _measuring(progress: Step | None) -> Step | None:
+    if progress is None:
+        return None
+    return lambda done, total, name: progress(done, total, f"measuring {name}")

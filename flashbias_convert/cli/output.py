@@ -15,6 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 #: columns where stdout is no terminal and COLUMNS says nothing: a file is not narrow
 _FILE_WIDTH = 160
+#: called with (steps done, steps in all as far as is known, name of the present one)
+Step = Callable[[int, int, str], None]
 
 
 class Output:
@@ -66,6 +68,18 @@ class Output:
         with Progress(*columns, console=self._stderr, transient=True) as bar:
             yield Bar(bar, bar.add_task(before, total=None), what)
 
+    @contextmanager
+    def steps(self, before: str) -> Iterator[Step | None]:
+        """The same for steps that may take minutes each; off a terminal, a line for each.
+
+        None with ``--quiet``, and off a terminal with ``--json``.
+        """
+        if self.quiet or self.as_json or self._stderr.is_terminal:
+            with self.progress(before, "") as bar:
+                yield bar
+            return
+        yield lambda done, total, name: self.note(f"{name} ({done + 1} of {total})")
+
 
 class Bar:
     """Moves a bar: called with (done, total, name).
@@ -81,7 +95,7 @@ class Bar:
 
     def __call__(self, done: int, total: int, name: str) -> None:
         self._bar.update(
-            self._task, completed=done, total=total, description=f"{self._what} {name}"
+            self._task, completed=done, total=total, description=f"{self._what} {name}".strip()
         )
 
     def copying(self, done: int, total: int, name: str) -> None:

@@ -46,6 +46,11 @@ class _Row:
         ranks = [rank for site in self.sites for rank in site.ranks()]
         return f"{mean(ranks):.1f}/{max(ranks)}" if ranks else ""
 
+    def gain(self) -> str:
+        """That of the site that gains least."""
+        gains = [site.gain for site in self.sites if site.gain]
+        return f"{min(gains):.1f}x" if gains else ""
+
     def reason(self) -> str:
         others = len({site.reason for site in self.sites}) - 1
         return self.first.reason + (f" (and {others} more)" if others else "")
@@ -87,7 +92,7 @@ _COLUMNS = (
         lambda r: r.over_heads(max, lambda d: d.attention_error, ".3f"),
         from_width=60,
     ),
-    _Column("gain", lambda r: f"{r.first.gain:.1f}x" if r.first.gain else "", from_width=100),
+    _Column("gain", _Row.gain, from_width=100),
     _Column("decision", lambda r: r.first.status, number=False),
     _Column("reason", _Row.reason, number=False, from_width=140),
 )
@@ -120,7 +125,7 @@ def site_table(plan: Plan, width: int) -> Table:
     for row_cells in cells:
         table.add_row(*row_cells)
     caption = ["energy: of the lowest head; errors: of the largest head, rms over all heads"]
-    if any(c.title == "gain" for c in columns) and any(row.first.gain for row in rows):
+    if any(c.title == "gain" for c in columns) and any(row.gain() for row in rows):
         caption.append(
             "gain: expected of the attention on a Hopper card, over a dense bias in torch's SDPA"
         )

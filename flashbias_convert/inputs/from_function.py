@@ -22,11 +22,15 @@ def function_inputs(model: nn.Module, function: str | Callable[..., Any], sample
         samples: no further call is taken once there are so many.
 
     Raises:
-        UsageError: it cannot be imported, is no function, or returns something else.
+        UsageError: it cannot be imported, is no function, raises, or returns something else.
     """
     name = function if isinstance(function, str) else getattr(function, "__qualname__", "function")
     call = _import(function) if isinstance(function, str) else function
-    made = call(model)
+    try:
+        made = call(model)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{name} raised {reason}", "it is called with the model") from error
     try:
         iterator = iter(as_calls(made))
     except UsageError as error:
@@ -51,7 +55,8 @@ def _import(name: str) -> Callable[..., Any]:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except ImportError as error:
-        raise UsageError(f"cannot import {module}: {error}") from error
+        hint = f"name the module: {module[:-3]}:{attribute}" if module.endswith(".py") else ""
+        raise UsageError(f"cannot import {module}: {error}", hint) from error
     except AttributeError as error:
         raise UsageError(f"module {module} has no {attribute!r}") from error
     if not callable(found):

@@ -48,6 +48,7 @@ def site_line(site: SitePlan) -> dict[str, Any]:
         "logit_max": max((d.logit_error_max for d in decisions), default=None),
         "logit_rms": [d.logit_error_rms for d in decisions],
         "attention": [d.attention_error for d in decisions],
+        "gain": site.gain,
     }
 
 

@@ -12,13 +12,20 @@ const COLUMNS = [
   ["energy", (site) => site.energy],
   ["logit max", (site) => site.logit_max],
   ["attention error", (site) => most(site.attention)],
+  ["gain", (site) => site.gain],
   ["status", (site) => site.status],
 ];
+// what a column means that its title does not say
+const MEANINGS = {
+  energy: "of the lowest head",
+  gain: "expected of the attention on a Hopper card, over a dense bias in torch's SDPA",
+};
 const view = { sort: null, down: false, filter: "", chosen: null };
 
 function cellText(title, value) {
   if (value === null || value === undefined) return "";
   if (title === "energy") return `${(100 * value).toFixed(2)} %`;
+  if (title === "gain") return `${value.toFixed(1)}x`;
   return typeof value === "number" ? short(value) : value;
 }
 
@@ -55,7 +62,7 @@ function drawList() {
   const input = node("input", { type: "search", placeholder: "filter by name, term or status",
     "aria-label": "filter" });
   input.addEventListener("input", () => { view.filter = input.value; drawRows(); });
-  const heads = COLUMNS.map(([title], at) => node("th", { onclick: () => {
+  const heads = COLUMNS.map(([title], at) => node("th", { title: MEANINGS[title] || "", onclick: () => {
     view.down = view.sort === at ? !view.down : at > 3;
     view.sort = at;
     drawRows();

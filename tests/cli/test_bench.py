@@ -48,7 +48,7 @@ def alone(exact: Path, folder: Path) -> Path:
 def test_a_converted_file_finds_its_original_beside_it(cli: Cli, exact: Path) -> None:
     before = files(exact.parent)
     done = cli("bench", exact, *QUICK)
-    assert (done.code, done.err) == (0, "")
+    assert done.code == 0, done.err
     first, header, *_ = done.out.splitlines()
     assert first == f"{exact}, original {exact.with_name('tiny.safetensors')}, found beside it"
     assert "(cpu, " in header and "float32, torch " in header and "triton" in header
@@ -96,12 +96,30 @@ def test_a_folder_finds_its_original(cli: Cli, tmp_path: Path) -> None:
     assert done.json()["source"].endswith(f"original {tmp_path / 'm'}, found beside it")
 
 
+def test_without_a_terminal_every_step_is_a_line_on_stderr(cli: Cli, tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "x.safetensors")
+    options = [*QUICK, "--max-tokens", "16", "--method", "exact"]
+    lines = cli("bench", path, *ARCH, *options).err.splitlines()
+    counts = [tuple(map(int, line.rpartition("(")[2].rstrip(")").split(" of "))) for line in lines]
+    measured = [line.startswith("measuring ") for line in lines]
+    sites = measured.index(True)
+    assert lines[0] == f"decomposed layers.0.blocks.0.attn (1 of {sites})"
+    assert counts[:sites] == [(at, sites) for at in range(1, sites + 1)]
+    assert all(measured[sites:])
+    assert [at for at, _ in counts[sites:]] == list(range(1, len(lines) - sites + 1))
+    assert counts[-1][0] == counts[-1][1]
+    for step in ("original, eager", "layers.0.blocks.0.attn: converted", "N = 16: converted"):
+        assert any(line.startswith(f"measuring {step} (") for line in lines)
+    assert cli("bench", path, *ARCH, *options, "--quiet").err == ""
+    assert cli("bench", path, *ARCH, *options, "--json").err == ""
+
+
 def test_an_original_is_converted_in_memory(cli: Cli, tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "x.safetensors")
     table, figure = tmp_path / "x.csv", tmp_path / "x.png"
     options = ["--max-tokens", "16", "--csv", table, "--plot", figure, "--method", "svd"]
     done = cli("bench", path, *ARCH, *QUICK, *options)
-    assert (done.code, done.err) == (0, "")
+    assert done.code == 0, done.err
     assert done.out.startswith(f"{path}, converted in memory\n")
     assert "approximate" in done.out
     assert "break-even with the best correct dense bias, measured here" in done.out
@@ -130,7 +148,7 @@ def test_a_damaged_term_ends_with_the_code_of_a_verification(
     save_file(tensors, path, metadata=metadata)
     done = cli("bench", path, *QUICK)
     assert done.code == 4 and "WRONG: exceeds rounding" in done.out
-    assert done.err.startswith("error: converted, eager is wrong: error ")
+    assert done.err.splitlines()[-1].startswith("error: converted, eager is wrong: error ")
 
 
 def inputs_of_another_size(model: torch.nn.Module) -> torch.Tensor:

@@ -109,3 +109,17 @@ def test_too_many_different_sites_are_cut_with_a_note() -> None:
 def test_a_note_is_said_once_for_all_its_sites() -> None:
     sites = [dataclasses.replace(SITE, name=f"b.{i}", warnings=("watch out",)) for i in range(5)]
     assert notes(plan_of(*sites)) == ["warning: watch out [b.0, b.1, b.2 and 2 more]"]
+
+
+def test_the_gain_of_a_group_is_its_smallest_and_narrow_terminals_leave_it_out() -> None:
+    gains = [1.5 + at for at in range(MAX_ROWS)]
+    sites = [
+        dataclasses.replace(SITE, name=f"layers.{at}.attn", gain=g) for at, g in enumerate(gains)
+    ]
+    more = dataclasses.replace(SITE, name="layers.99.attn")  # nobody measured this one
+    (row,) = (x for x in lines(plan_of(*sites, more), 100) if x.startswith("layers"))
+    assert row.split()[-2:] == ["1.5x", "patched"]
+    wide = "\n".join(lines(plan_of(sites[1]), 100))
+    assert "2.5x" in wide and "gain: expected of the attention" in wide
+    assert "gain" not in "\n".join(lines(plan_of(sites[1]), 99))
+    assert "gain:" not in "\n".join(lines(plan_of(SITE), 100))

@@ -293,11 +293,17 @@ def test_a_function_gets_the_model_and_is_not_asked_for_more_than_needed() -> No
     assert one.args[0].shape == (3,)
 
 
+def takes_nothing() -> torch.Tensor:
+    return torch.zeros(3)
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
         ("nowhere.txt", "there are no inputs nowhere.txt"),
         ("nowhere_at_all:function", "cannot import nowhere_at_all"),
+        ("nowhere_at_all.py:function", "cannot import nowhere_at_all.py"),
+        (f"{__name__}:takes_nothing", "takes_nothing raised TypeError: .* 0 positional"),
         ("math:nothing", "module math has no 'nothing'"),
         ("math:pi", "is not a function"),
         (lambda model: 3, r"what .*lambda.* returns: inputs must be tensors, got int"),

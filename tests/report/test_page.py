@@ -55,7 +55,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Plan]:
     model = make_model(3)
     options: dict[str, Any] = {"method": "svd", "energy": 0.9, "exclude": ["blocks.1.attn"]}
     plan = inspect_model(model, recipes=[TOY], **options)
-    plan.sites[0] = replace(plan.sites[0], reason=EVIL)
+    plan.sites[0] = replace(plan.sites[0], reason=EVIL, gain=1.875)
     path = tmp_path_factory.mktemp("page") / "page.html"
     write_page(path, model, plan, title=f"model {EVIL}", notes=(EVIL,), recipes=[TOY])
     return path, plan
@@ -89,7 +89,7 @@ def test_the_numbers_are_those_of_the_plan(written: tuple[Path, Plan]) -> None:
     assert found["counts"] == plan.counts() and found["options"] == plan.options.to_json()
     for number, (line, site) in enumerate(zip(found["sites"], plan.sites, strict=True)):
         assert (line["name"], line["status"]) == (site.name, site.status)
-        assert line["ranks"] == site.ranks()
+        assert (line["ranks"], line["gain"]) == (site.ranks(), site.gain)
         details = page.data(f"site-{number}")
         assert details["decisions"] == [d.to_json() for d in site.decisions]
     assert found["sites"][1]["energy"] is None and found["sites"][1]["attention"] == []
@@ -208,3 +208,4 @@ def test_a_browser_draws_the_table_and_the_chosen_site(drawn: Page) -> None:
     assert sum(tag == "polyline" for tag, _ in drawn.tags) == 2
     assert sum(tag == "svg" for tag, _ in drawn.tags) == 4
     assert "blocks.2.attn" in drawn.texts["h2"]
+    assert "1.9x" in drawn.texts["td"]
