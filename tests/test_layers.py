@@ -11,7 +11,7 @@ import flashbias_convert
 
 PACKAGE = Path(flashbias_convert.__file__).parent
 LAYERS = [
-    {"errors", "about"},
+    {"errors", "about", "kept"},
     {"options"},
     {"terms"},
     {"builder_module", "trained_terms"},
@@ -25,7 +25,7 @@ LAYERS = [
     {"tables", "no_site", "refused", "pair_attention", "training_plan"},
     {"parallel", "bare", "triangle_attention", "factors_once"},
     {"inspection", "patching", "checkpoint"},
-    {"inputs", "views", "huggingface"},
+    {"inputs", "views", "huggingface", "shares"},
     {"verification", "probing", "plotting", "report"},
     {"calibration", "benchmark", "fitting", "launch_tuning"},
     {"cli"},
