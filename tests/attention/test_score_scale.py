@@ -44,9 +44,10 @@ def plain(
     if form == "formula":
         factor = term.dense(x.n, x.m, dtype=torch.float64).to(dtype)
         return ((q @ k.mT) * scale * factor + added).softmax(-1) @ v
-    q, k = longer_rows(q * scale, term, "phi_q"), longer_rows(k, term, "phi_k")
+    k = longer_rows(k, term, "phi_k")
     if form == "longer":
-        return (q @ k.mT + added).softmax(-1) @ v
+        return (longer_rows(q, term, "phi_q") @ k.mT * scale + added).softmax(-1) @ v
+    q = longer_rows(q * scale, term, "phi_q")
     wide = F.pad(v, (0, q.shape[-1] - v.shape[-1]))  # torch's fused kernels want one size
     added = added.expand(q.shape[0], q.shape[1], x.n, x.m)
     return F.scaled_dot_product_attention(q, k, wide, added, scale=1.0)[..., : v.shape[-1]]
