@@ -386,8 +386,10 @@ class ScoreBiasModule(nn.Module):
             "_traced": {},
             "_last_joined": None,
             "sealed": {},
+            "pair_memory": None,
+            "mask_memo": memo,
         }
-        return {**self.__dict__, **forgotten, "pair_memory": None, "mask_memo": memo}
+        return {**self.__dict__, **forgotten}
 
     def extra_repr(self) -> str:
         return f"num_heads={self._spec['num_heads']}, backend={self.backend!r}"

@@ -30,8 +30,8 @@ class DecomposeOptions:
         max_rank: cap on the rank; a head that misses `energy` under the cap takes another term.
         max_attention_error: guard, in [0, 1]: the largest acceptable total variation distance
             between the softmax of the bias and of its approximation, mean over rows.
-        target: card class to plan for, one of `TARGETS`, or None. It is kept with the plan; until
-            costs are measured per card, one cost table serves all.
+        target: card class to plan for, one of `TARGETS`, or None. It is kept with the plan; costs
+            were measured on Hopper alone, and serve all.
         fill: raise ranks to what a kernel computes with anyway (16, 32, 64, ... columns): more
             accurate at the same speed. False keeps the smallest rank that holds `energy`.
         diagonal: also try low rank plus a diagonal, for biases with a value of their own where a

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def own(count: int, group: ProcessGroup | None) -> range:
-    """Which of `count` calls are those of this process; all without a group."""
+    """Which of `count` calls `each` gives to this process: every P-th; all without a group."""
     return range(count) if group is None else range(group.rank(), count, group.size())
 
 

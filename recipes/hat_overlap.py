@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from flashbias_convert.about import About
 from flashbias_convert.fallback import say_original
 from flashbias_convert.patched_attention import PatchedAttention
-from flashbias_convert.recipe import Description, Recipe, Site, UnsupportedSite
+from flashbias_convert.recipe import Description, Recipe, Site
+from flashbias_convert.trial import require_result
 
 from .window_attention import is_usual
 
@@ -131,15 +132,7 @@ def _try_out(module: Any, index: Tensor) -> None:
         parts.append((scores.softmax(-1) @ values).transpose(0, 1).flatten(1))
     right = x + twin.proj(torch.cat(parts))
     right = right + twin.mlp(twin.norm2(right))
-    try:
-        found = twin(x, (2 * side, side), index)
-    except Exception as error:
-        reason = f"its forward cannot be tried out: {type(error).__name__}: {error}"
-        raise UnsupportedSite(reason) from error
-    if not isinstance(found, Tensor) or not torch.allclose(found, right, rtol=1e-6, atol=1e-8):
-        raise UnsupportedSite(
-            "it has the parts of an overlapping block of HAT, but computes something else"
-        )
+    require_result(lambda: twin(x, (2 * side, side), index), right, "an overlapping block of HAT")
 
 
 recipe = Recipe(

@@ -21,6 +21,7 @@ from flashbias_convert.fallback import NO_PADDING_MASK, WEIGHTS, say_original
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.patched_owner import PatchedOwner
 from flashbias_convert.recipe import Description, Owner, Recipe, Site, UnsupportedSite
+from flashbias_convert.trial import require_result
 
 from .mosaic_bert import symmetric_alibi
 
@@ -168,13 +169,12 @@ def _try_out(module: Any) -> None:
     q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in made)
     scores = q @ k.mT * twin.attention_head_size**-0.5 + bias + mask
     right = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
-    try:
+
+    def call() -> Tensor:
         (found,) = twin(x, mask, None, None, None, None, False, bias)
-    except Exception as error:
-        reason = f"its forward cannot be tried out: {type(error).__name__}: {error}"
-        raise UnsupportedSite(reason) from error
-    if not isinstance(found, Tensor) or not torch.allclose(found, right, rtol=1e-6, atol=1e-8):
-        raise UnsupportedSite("it has the parts of Jina-BERT, but computes something else")
+        return found
+
+    require_result(call, right, "Jina-BERT")
 
 
 recipe = Recipe(

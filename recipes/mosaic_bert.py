@@ -19,6 +19,7 @@ from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.patched_owner import PatchedOwner
 from flashbias_convert.recipe import Description, Owner, Recipe, Site, UnsupportedSite
 from flashbias_convert.terms import Alibi
+from flashbias_convert.trial import require_result
 
 
 class UnpaddedSelfAttention(PatchedAttention):
@@ -141,13 +142,8 @@ def _try_out(module: Any) -> None:
     q, k, v = padded.view(2, n, 3, heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
     scores = q @ k.mT * twin.attention_head_size**-0.5 + bias
     right = (scores.softmax(-1) @ v).transpose(1, 2).reshape(2 * n, -1)[indices]
-    try:
-        found = twin(x, torch.tensor([0, 5, 8], dtype=torch.int32), n, indices, seen, bias)
-    except Exception as error:
-        reason = f"its forward cannot be tried out: {type(error).__name__}: {error}"
-        raise UnsupportedSite(reason) from error
-    if not isinstance(found, Tensor) or not torch.allclose(found, right, rtol=1e-6, atol=1e-8):
-        raise UnsupportedSite("it has the parts of MosaicBERT, but computes something else")
+    arguments = (x, torch.tensor([0, 5, 8], dtype=torch.int32), n, indices, seen, bias)
+    require_result(lambda: twin(*arguments), right, "MosaicBERT")
 
 
 recipe = Recipe(

@@ -11,6 +11,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from flashbias_convert.about import About
 from flashbias_convert.masks import attend_windows, planned_mask
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.recipe import Description, Recipe, Site, UnsupportedSite
+from flashbias_convert.trial import require_result
 
 
 class TableWindowAttention(PatchedAttention):
@@ -152,15 +154,8 @@ def _try_out(module: Any, index: Tensor) -> None:
     for hidden in (None, mask):
         added = 0.0 if hidden is None else hidden.repeat(2, 1, 1)[:, None]
         right = twin.proj(((scores + added).softmax(-1) @ qkv[2]).transpose(1, 2).flatten(2))
-        try:
-            found = twin(x, **handed, mask=hidden)
-        except Exception as error:
-            reason = f"its forward cannot be tried out: {type(error).__name__}: {error}"
-            raise UnsupportedSite(reason) from error
-        if not isinstance(found, Tensor) or not torch.allclose(found, right, rtol=1e-6, atol=1e-8):
-            raise UnsupportedSite(
-                "it has the parts of attention in windows, but its forward computes something else"
-            )
+        call = partial(twin, x, **handed, mask=hidden)
+        require_result(call, right, "attention in windows")
 
 
 recipe = Recipe(

@@ -22,7 +22,7 @@ LAYERS = [
     {"patched_owner"},
     {"causal_owner", "windows"},
     {"recipe", "plan", "swap", "selection"},
-    {"tables", "no_site", "refused", "pair_attention", "training_plan"},
+    {"tables", "trial", "no_site", "refused", "pair_attention", "training_plan"},
     {"parallel", "bare", "triangle_attention", "factors_once"},
     {"inspection", "patching", "checkpoint"},
     {"inputs", "views", "huggingface", "shares"},

@@ -91,14 +91,13 @@ def open_to_convert(
     held = None
     try:
         if checkpoint.weight_map is not None:
-            try:
-                if together is not None:
-                    raise NotMappable(together)
-                return open_mapped(checkpoint, recipes=recipes, **known), None
-            except NotMappable as reason:
-                computes = dtype or compute_dtype(checkpoint.tensors)
-                held = Held.of(checkpoint, computes, str(reason))
-                logger.warning("%s", held)
+            if together is None:
+                try:
+                    return open_mapped(checkpoint, recipes=recipes, **known), None
+                except NotMappable as reason:
+                    together = str(reason)
+            held = Held.of(checkpoint, dtype or compute_dtype(checkpoint.tensors), together)
+            logger.warning("%s", held)
         return open_checkpoint(
             checkpoint, device=device, without_terms=without_terms, **known
         ), held

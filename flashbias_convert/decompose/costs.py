@@ -36,6 +36,8 @@ FORMS = {
     "regions": "regions",
 }
 
+#: The class of cards whose measurements count; the table may have others.
+CARDS = "hopper"
 #: length -> picoseconds per score, ascending
 Curve = list[tuple[int, float]]
 
@@ -127,7 +129,8 @@ def _table() -> dict[int, dict[str, Curve]]:
     """Head size -> form -> curve."""
     found: dict[int, dict[str, Curve]] = {}
     text = (files(__package__) / "cost_table.csv").read_text("utf-8")
-    for row in csv.DictReader(text.splitlines()):
+    rows = (row for row in csv.DictReader(text.splitlines()) if row["class"] == CARDS)
+    for row in rows:
         forms = found.setdefault(int(row["head_size"]), {})
         forms.setdefault(row["form"], []).append((int(row["n"]), float(row["ps_per_score"])))
     for forms in found.values():
