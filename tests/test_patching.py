@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import gc
-import io
 import pickle
 import warnings
 from collections.abc import Callable, Hashable
@@ -13,13 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flashbias_convert import (
-    Plan,
-    apply_plan,
-    inspect_model,
-    patch_model,
     patched,
     patched_attention,
     unpatch_model,
@@ -29,39 +23,17 @@ from flashbias_convert.modules import ScoreBiasModule
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.recipe import Description, Site
 from flashbias_convert.terms import Alibi, Dense, LowRank, ScoreBias
+from tests.patching import ATTN, attention, by_torch, change_table, patch, run
 from tests.support import assert_parity
 from tests.toy import (
     TOY,
     BiasedAttention,
     FlashBiasedAttention,
-    ToyModel,
     describe,
     make_input,
     make_model,
     make_recipe,
 )
-
-ATTN = ["blocks.0.attn", "blocks.1.attn", "blocks.2.attn"]
-
-
-def patch(model: nn.Module, **options: Any) -> Plan:
-    return patch_model(model, **{"recipes": [TOY], "method": "exact", "backend": "sdpa", **options})
-
-
-@torch.no_grad()
-def run(model: nn.Module, x: Tensor | None = None) -> Tensor:
-    out: Tensor = model(make_input() if x is None else x)
-    return out
-
-
-def attention(model: nn.Module, block: int = 0) -> Any:
-    return model.get_submodule(ATTN[block])
-
-
-def change_table(model: nn.Module, block: int = 0) -> None:
-    with torch.no_grad():
-        attention(model, block).table.mul_(-1)
-
 
 # -- what a patched model computes ---------------------------------------------------------
 
@@ -441,13 +413,6 @@ def test_the_context_brings_earlier_terms_back() -> None:
 # -- copies --------------------------------------------------------------------------------
 
 
-def by_torch(model: nn.Module) -> Any:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 @pytest.mark.parametrize(
     "duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), by_torch]
 )
@@ -470,172 +435,6 @@ def test_a_copy_of_a_stale_model_is_stale(duplicate: Any) -> None:
     change_table(model)
     with pytest.raises(StaleTermsError):
         run(duplicate(model))
-
-
-# -- stale terms ---------------------------------------------------------------------------
-
-
-def replace_parameter(model: ToyModel) -> None:
-    attn = attention(model)
-    attn.table = nn.Parameter(attn.table.detach() * 2)
-
-
-def load_other_weights(model: ToyModel) -> None:
-    model.load_state_dict(make_model(seed=9).state_dict(), strict=False)
-
-
-def assign_other_weights(model: ToyModel) -> None:
-    model.load_state_dict(make_model(seed=9).state_dict(), strict=False, assign=True)
-
-
-def replace_data(model: ToyModel) -> None:
-    attention(model).table.data = attention(model).table.data * 2
-
-
-def resize(model: ToyModel) -> None:
-    attention(model).tokens = 49
-
-
-def train_a_step(model: ToyModel) -> None:
-    model.train()(make_input()).square().sum().backward()
-    parameters = list(model.parameters())
-    with torch.no_grad():  # what an optimizer does
-        torch._foreach_add_(parameters, [p.grad for p in parameters], alpha=-0.1)
-    model.eval()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        change_table,
-        replace_parameter,
-        load_other_weights,
-        assign_other_weights,
-        replace_data,
-        resize,
-        train_a_step,
-    ],
-)
-def test_changed_sources_are_refused_and_a_new_patch_is_fresh(change: Any) -> None:
-    model = make_model()
-    patch(model)
-    run(model)
-    change(model)
-    with pytest.raises(StaleTermsError, match="BiasedAttention have changed"):
-        run(model)
-    attention(model).tokens = 36
-    plain = copy.deepcopy(model)
-    unpatch_model(plain)
-    patch(model)
-    assert_parity(run(model), run(plain), run(plain.double(), make_input().double()))
-
-
-def train_two_steps(model: ToyModel, fused: bool) -> None:
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
-    with torch.enable_grad():
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(make_input()).square().sum().backward()
-            optimizer.step()
-    model.eval()
-
-
-def change_behind_the_back(model: ToyModel) -> None:
-    model.train()
-    attention(model).table.data.mul_(-1)
-    model.eval()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model: train_two_steps(model, fused=True),
-        lambda model: train_two_steps(model, fused=False),
-        change_behind_the_back,
-    ],
-    ids=["fused optimizer", "optimizer", "data"],
-)
-@pytest.mark.parametrize("compiled", [False, True])
-def test_training_makes_terms_stale(change: Callable[[ToyModel], None], compiled: bool) -> None:
-    """Fused optimizers and `.data` change numbers without a trace; so the numbers are compared."""
-    torch._dynamo.reset()
-    model = make_model()
-    patch(model)
-    call = torch.compile(model, backend="aot_eager") if compiled else model
-    with torch.no_grad():
-        call(make_input())
-        change(model)
-        with pytest.raises(StaleTermsError):
-            call(make_input())
-
-
-def test_training_something_else_keeps_terms() -> None:
-    model = make_model()
-    patch(model)
-    model.train()
-    with torch.no_grad():
-        attention(model).qkv.weight.mul_(1.5)
-    model.eval()
-    run(model)
-
-
-def test_other_weights_may_change() -> None:
-    model = make_model()
-    patch(model)
-    with torch.no_grad():
-        attention(model).qkv.weight.mul_(1.5)
-    plain = copy.deepcopy(model)
-    unpatch_model(plain)
-    assert_parity(run(model), run(plain), run(plain.double(), make_input().double()))
-
-
-def test_loading_weights_together_with_their_terms_is_fresh() -> None:
-    source = make_model(seed=9)
-    patch(source)
-    model = make_model()
-    patch(model)
-    model.load_state_dict(source.state_dict())
-    assert torch.equal(run(model), run(source))
-    change_table(model)
-    with pytest.raises(StaleTermsError):
-        run(model)
-
-
-def copied(model: ToyModel) -> ToyModel:
-    return copy.deepcopy(model)
-
-
-def loaded(model: ToyModel) -> ToyModel:
-    model.load_state_dict(model.state_dict())
-    return model
-
-
-@pytest.mark.parametrize("renew", [copied, loaded])
-def test_training_right_after_a_copy_or_a_load_makes_terms_stale(renew: Any) -> None:
-    model = make_model()
-    patch(model)
-    model = renew(model)
-    train_a_step(model)  # nobody asked about the terms in between
-    with pytest.raises(StaleTermsError):
-        run(model)
-
-
-def test_terms_loaded_alone_do_not_vouch_for_weights_loaded_later() -> None:
-    model = make_model()
-    patch(model)
-    attention(model).score_bias.load_state_dict(attention(model).score_bias.state_dict())
-    load_other_weights(model)
-    with pytest.raises(StaleTermsError):
-        run(model)
-
-
-def test_inference_tensors_can_be_patched() -> None:
-    with torch.inference_mode():
-        model = make_model()
-        patch(model)
-        run(model)
-        assert isinstance(attention(model), PatchedAttention)
 
 
 # -- moves and casts -----------------------------------------------------------------------
@@ -706,150 +505,6 @@ def test_train_and_eval_reach_the_terms() -> None:
     assert not any(m.training for m in model.modules())
     model.train()
     assert all(m.training for m in model.modules())
-
-
-# -- plans ---------------------------------------------------------------------------------
-
-
-def test_a_plan_from_json_is_applied_empty_and_filled_by_a_state_dict() -> None:
-    source = make_model()
-    plan = patch(source, method="svd")
-    model = make_model(seed=9)
-    apply_plan(model, Plan.from_json(plan.to_json()), recipes=[TOY], backend="sdpa", empty=True)
-    with pytest.raises(StaleTermsError, match="call load_state_dict first"):
-        run(model)
-    with pytest.raises(StaleTermsError):
-        run(copy.deepcopy(model).double(), make_input().double())
-    model.load_state_dict(source.state_dict(), strict=True)
-    assert torch.equal(run(model), run(source))
-
-
-def constant_bias(site: Site) -> Description:
-    return Description(torch.zeros(2, 36, 36), 2, 36, 36, 8)
-
-
-def test_a_site_without_terms_is_filled_too() -> None:
-    recipe = make_recipe(describe=constant_bias)
-    source = make_model()
-    plan = patch(source, recipes=[recipe])
-    assert plan.sites[0].reason == "no term needed in 2 heads" and plan.sites[0].terms() == ()
-    model = make_model(seed=9)
-    apply_plan(model, Plan.from_json(plan.to_json()), recipes=[recipe], backend="sdpa", empty=True)
-    with pytest.raises(StaleTermsError):
-        run(model)
-    model.load_state_dict(source.state_dict())
-    assert torch.equal(run(model), run(source))
-    model.load_state_dict(make_model(seed=5).state_dict(), strict=False)
-    with pytest.raises(StaleTermsError):
-        run(model)
-
-
-@pytest.mark.parametrize("other", [{"ranks": (1, 3)}, {"split": 1}, {"heads": (1, 0)}])
-def test_terms_of_equal_shapes_and_other_meaning_are_not_loaded(other: dict[str, Any]) -> None:
-    def make(**kwargs: Any) -> ScoreBiasModule:
-        torch.manual_seed(0)
-        factors = torch.randn(2, 2, 6, 3)
-        values = {"ranks": (3, 1), "split": 0} | kwargs
-        return ScoreBiasModule(
-            ScoreBias((LowRank(phi_q=factors[0], phi_k=factors[1], **values),), 2)
-        )
-
-    state = make().state_dict()
-    make().load_state_dict(state)
-    holder = nn.ModuleDict({"score_bias": make(**other)})
-    with pytest.raises((ValueError, RuntimeError), match=r"layout|belong to other terms"):
-        holder.load_state_dict({f"score_bias.{k}": v for k, v in state.items()})
-        holder["score_bias"].prepared()
-
-
-def test_a_state_dict_of_other_ranks_is_refused_by_a_patched_model() -> None:
-    one, two = make_model(), make_model()
-    plan = patch(one, method="svd", energy=0.3, max_attention_error=1.0)
-    site = plan.patched[0]
-    assert site.bias is not None
-    (first,) = site.bias.terms
-    assert isinstance(first, LowRank)
-    changed = dataclasses.replace(first, ranks=tuple(r - 1 for r in first.head_ranks()))
-    terms = ScoreBias((changed,), site.bias.num_heads)
-    other = dataclasses.replace(site, bias=terms, spec=terms.spec())
-    apply_plan(two, dataclasses.replace(plan, sites=[other, *plan.sites[1:]]), recipes=[TOY])
-    with pytest.raises(ValueError, match="belong to other terms"):
-        two.load_state_dict(one.state_dict())
-
-
-def test_a_plan_on_the_meta_device_allocates_nothing() -> None:
-    source = make_model()
-    plan = patch(source, method="svd")
-    with torch.device("meta"):
-        model = ToyModel().eval()
-    apply_plan(model, plan, recipes=[TOY], backend="sdpa", empty=True)
-    assert all(tensor.is_meta for tensor in model.state_dict().values())
-    model.load_state_dict(source.state_dict(), assign=True)
-    assert torch.equal(run(model), run(source))
-
-
-def test_a_plan_in_memory_fits_a_second_model_without_sharing() -> None:
-    one, two = make_model(), make_model()
-    plan = patch(one, method="svd")
-    apply_plan(two, plan, recipes=[TOY], backend="sdpa")
-    expected = run(two)
-    assert torch.equal(expected, run(one))
-    for buffer in attention(one).score_bias.buffers():
-        buffer.zero_()
-    assert torch.equal(run(two), expected)
-
-
-def test_only_the_planned_sites_are_patched() -> None:
-    model = make_model()
-    plan = inspect_model(model, recipes=[TOY], method="exact", exclude=[ATTN[1]])
-    patch(model)
-    apply_plan(model, plan, recipes=[TOY])
-    assert type(attention(model, 1)) is BiasedAttention
-    assert isinstance(attention(model, 2), PatchedAttention)
-
-
-def break_name(plan: Plan) -> None:
-    plan.sites[1].name = "blocks.7.attn"
-
-
-def break_recipe(plan: Plan) -> None:
-    plan.sites[1].recipe = "another"
-
-
-def break_class(plan: Plan) -> None:
-    plan.sites[1].name = "blocks.1.mlp"
-
-
-def drop_terms(plan: Plan) -> None:
-    plan.sites[1].bias = None
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (break_name, "'blocks.7.attn', which this model does not have"),
-        (break_recipe, "wants recipe 'another'"),
-        (break_class, "Linear has none"),
-        (drop_terms, "holds no terms"),
-    ],
-)
-def test_a_plan_that_does_not_fit_changes_nothing(change: Any, message: str) -> None:
-    model = make_model()
-    plan = inspect_model(model, recipes=[TOY], method="exact")
-    change(plan)
-    with pytest.raises(UsageError, match=message):
-        apply_plan(model, plan, recipes=[TOY])
-    assert [type(attention(model, i)) for i in range(3)] == [BiasedAttention] * 3
-
-
-def test_a_name_that_is_taken_since_the_plan_was_made_is_refused() -> None:
-    model = make_model()
-    plan = inspect_model(model, recipes=[TOY], method="exact")
-    attention(model, 2).score_bias = nn.Identity()
-    with pytest.raises(UsageError, match=r"blocks\.2\.attn: .*'score_bias'"):
-        apply_plan(model, plan, recipes=[TOY])
-    assert type(attention(model)) is BiasedAttention
-    assert isinstance(attention(model, 2).score_bias, nn.Identity)
 
 
 # -- compiled --------------------------------------------------------------------------------
