@@ -111,6 +111,30 @@ def with_regions(
     return both
 
 
+def _short(n: int, d: int, bias: Callable[[Shape, torch.device], ScoreBias] | None) -> Shape:
+    """Windows with about 2**28 scores."""
+    return Shape((2**28 // (8 * n * n),), 8, n, d, bias)
+
+
+#: Windows that fill blocks of queries badly, and look-ups next to wide heads: for launch settings.
+SHORT: dict[str, Shape] = {
+    f"N={n} D={d} {name}": _short(n, d, bias)
+    for n, d, name, bias in (
+        (64, 32, "no bias", None),
+        (64, 64, "no bias", None),
+        (64, 64, "R=16", low_rank(16)),
+        (64, 64, "R=64", low_rank(64)),
+        (144, 32, "no bias", None),
+        (144, 32, "R=128", low_rank(128)),
+        (144, 32, "table", offsets),
+        (144, 64, "R=16", low_rank(16)),
+        (144, 64, "table", offsets),
+        (144, 128, "R=16", low_rank(16)),
+        (144, 128, "dense", dense),
+        (576, 128, "table", offsets),
+        (2048, 32, "R=64", low_rank(64)),
+    )
+}
 SHAPES: dict[str, Shape] = {
     "swinv2b-s3 no bias": Shape((64,), 16, 576, 32),
     "swinv2b-s3 R=16": Shape((64,), 16, 576, 32, low_rank(16)),

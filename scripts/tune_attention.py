@@ -17,18 +17,19 @@ import os
 from pathlib import Path
 
 import torch
-from attention_shapes import SHAPES
+from attention_shapes import SHAPES, SHORT
 
 from flashbias_convert.attention import PreparedBias, flashbias_attention, launch
 from flashbias_convert.attention.tuning import LaunchSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda")
+ALL = SHAPES | SHORT
 
 
 def candidates(name: str, quick: bool) -> list[LaunchSettings]:
     """Settings worth trying for a shape."""
-    wide = SHAPES[name].d > 64
+    wide = ALL[name].d > 64
     tiles = [(64, 64, 4, (96, 128)), (128, 64, 4, (168, None)), (128, 64, 8, (128,))]
     if wide:
         tiles = [(64, 64, 4, (168, None)), (128, 64, 8, (128, None)), (128, 128, 8, (None,))]
@@ -59,7 +60,7 @@ def run_once(job: tuple[str, LaunchSettings]) -> None:
 
 def make_call(name: str):  # type: ignore[no-untyped-def]
     """A function without arguments that runs the shape's attention once."""
-    shape = SHAPES[name]
+    shape = ALL[name]
     torch.manual_seed(0)
     q, k, v = shape.inputs(torch.bfloat16, DEVICE)
     bias = None if shape.bias is None else PreparedBias(shape.bias(shape, DEVICE))
@@ -78,7 +79,7 @@ def time_ms(call) -> float:  # type: ignore[no-untyped-def]
 def main() -> None:
     """Compile, time, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="*", default=list(ALL))
     parser.add_argument("--output", type=Path, default=ROOT / "scripts/results/tuning.csv")
     parser.add_argument("--quick", action="store_true", help="only the usual winners")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
