@@ -46,6 +46,10 @@ class DecompositionError(FlashBiasError, ValueError):
     """A bias that cannot be decomposed: NaN, infinity, or a shape that no term fits."""
 
 
+class NotFiniteError(DecompositionError):
+    """NaN or infinity in a bias: the checkpoint is damaged, and not by the conversion."""
+
+
 class StaleTermsError(FlashBiasError, RuntimeError):
     """The weights or sizes that the terms were made from have changed since."""
 

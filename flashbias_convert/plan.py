@@ -33,6 +33,7 @@ class SitePlan:
         gain: how many times as fast as with a dense bias in torch's fused attention its attention
             should be, see `decompose.expected_gain`; None where nobody measured it.
         warnings: what a user should know about this site.
+        not_finite: whether it failed because its bias holds NaN or infinity.
         spec: `ScoreBias.spec()` of the terms, masks included; None unless patched.
         bias: the terms themselves; only in memory.
         modules: builders with weights, by the names that calls use; only in memory.
@@ -49,6 +50,7 @@ class SitePlan:
     decisions: tuple[HeadDecision, ...] = ()
     gain: float | None = None
     warnings: tuple[str, ...] = ()
+    not_finite: bool = False
     spec: dict[str, Any] | None = None
     bias: ScoreBias | None = field(default=None, repr=False, compare=False)
     modules: Mapping[str, BuilderModule] | None = field(default=None, repr=False, compare=False)
@@ -86,6 +88,8 @@ class SitePlan:
         """Plain JSON values, without the tensors."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         del fields["bias"], fields["modules"]
+        if not self.not_finite:  # nothing that is written has such a site
+            del fields["not_finite"]
         fields["decisions"] = [d.to_json() for d in self.decisions]
         fields["warnings"] = list(self.warnings)
         return fields

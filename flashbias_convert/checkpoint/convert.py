@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import (
     DecompositionError,
+    NotFiniteError,
     NothingToConvertError,
     UsageError,
 )
@@ -127,6 +128,7 @@ def convert_checkpoint(
         UnknownArchitectureError: the architecture is unknown or ambiguous.
         CheckpointError: the input is missing, damaged or unsafe, or writing failed.
         NothingToConvertError: no site was found, or all were left alone; nothing is written.
+        NotFiniteError: NaN or infinity in the bias of a site; nothing is written.
         DecompositionError: every site that was tried failed; nothing is written.
     """
     source = Path(path)
@@ -193,15 +195,24 @@ def _why_together(max_bytes: int | None, planned: bool, target: Path) -> str | N
 
 
 def require_patched(plan: Plan) -> None:
-    """Raise unless at least one site of the plan is patched.
+    """Raise unless the plan is worth writing: some site is patched, and no bias is damaged.
 
     Raises:
         NothingToConvertError: all sites were left alone or are unsupported.
+        NotFiniteError: the bias of a site holds NaN or infinity. The model was broken before: a
+            converted file would only hide it.
         DecompositionError: some failed, so this is not the harmless case.
     """
+    failed = plan.with_status("failed")
+    damaged = [site for site in failed if site.not_finite]
+    if damaged:
+        raise NotFiniteError(
+            f"{len(damaged)} of {len(plan.sites)} sites have a bias that is not finite, nothing "
+            f"was converted; {damaged[0].name}: {damaged[0].reason}",
+            f"to convert the other sites: --exclude {damaged[0].name}",
+        )
     if plan.patched:
         return
-    failed = plan.with_status("failed")
     if failed:
         raise DecompositionError(
             f"no site was converted, {len(failed)} failed; {failed[0].name}: {failed[0].reason}"

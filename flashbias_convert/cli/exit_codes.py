@@ -16,10 +16,12 @@ from ..errors import (
 class ExitCode(IntEnum):
     """Exit codes of every command.
 
-    A checkpoint with NaN in a bias: if other sites were converted, the file is written, the
-    damaged sites stay as they were, and the code is PARTLY. If no site was converted because
-    those that were tried failed, nothing is written and the code is FAILED, not NOTHING: a
-    script may pass over NOTHING, which means that the model is fine as it is.
+    A checkpoint with NaN or infinity in a bias is FAILED and nothing is written, also where other
+    sites are sound: it was damaged before, and whoever knows and wants the rest excludes the
+    site. A site that fails in another way stays as it was; the file is written, and the code is
+    PARTLY. If no site was converted because those that were tried failed, nothing is written and
+    the code is FAILED, not NOTHING: a script may pass over NOTHING, which means that the model is
+    fine as it is.
     """
 
     DONE = 0

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..errors import DecompositionError
+from ..errors import DecompositionError, NotFiniteError
 from .chunks import chunks
 from .loss import row_center
 
@@ -18,11 +18,15 @@ MANY, SMALL = 16, 512
 
 
 def check_bias(bias: Tensor, name: str = "") -> None:
-    """Raise DecompositionError unless `bias` is finite and has the right shape.
+    """Raise unless `bias` is finite and has the right shape.
 
     Args:
         bias: expected floating point, shape (*batch, H, N, M).
         name: the site, for the message.
+
+    Raises:
+        DecompositionError: another shape, or no numbers.
+        NotFiniteError: NaN or infinity.
     """
     site = f" of {name}" if name else ""
     if bias.dim() < 3 or not bias.is_floating_point() or 0 in bias.shape:
@@ -34,7 +38,7 @@ def check_bias(bias: Tensor, name: str = "") -> None:
     parts = chunks(len(flat), flat[0].numel())
     bad = sum(int((~flat[part].isfinite()).sum()) for part in parts)
     if bad:
-        raise DecompositionError(
+        raise NotFiniteError(
             f"the bias{site} holds {bad} entries that are NaN or infinite",
             "a mask must be passed as a mask, not inside the bias; is a weight broken?",
         )

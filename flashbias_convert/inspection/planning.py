@@ -10,7 +10,7 @@ from torch import nn
 
 from ..decompose import Decomposition, decompose, expected_gain
 from ..decompose.pair_forms import forms_in_words
-from ..errors import FlashBiasError, UsageError
+from ..errors import FlashBiasError, NotFiniteError, UsageError
 from ..modules import with_builders
 from ..options import DecomposeOptions
 from ..plan import SitePlan
@@ -57,7 +57,8 @@ def plan_site(match: Match, options: DecomposeOptions, against: str | None) -> S
     except UsageError:
         raise  # an option that suits no site at all
     except FlashBiasError as error:
-        return replace(plan, status="failed", reason=str(error))
+        damaged = isinstance(error, NotFiniteError)
+        return replace(plan, status="failed", reason=str(error), not_finite=damaged)
     except Exception as error:  # one broken site must not stop the others
         logger.debug("site %s failed", site.name, exc_info=True)
         return replace(plan, status="failed", reason=f"{type(error).__name__}: {error}")
@@ -117,6 +118,7 @@ def _decide(plan: SitePlan, description: Description, options: DecomposeOptions)
             index=description.index,
             head_dim=description.head_dim,
         )
+    _check_exact(description)
     plan = replace(plan, decisions=result.decisions)
     if result.left_alone is not None:
         return replace(plan, status="left alone", reason=result.left_alone)
@@ -129,6 +131,14 @@ def _decide(plan: SitePlan, description: Description, options: DecomposeOptions)
         spec=with_builders(bias.spec(), description.builders),
         bias=bias,
     )
+
+
+def _check_exact(description: Description) -> None:
+    """Raise NotFiniteError for NaN in a term that a recipe made; a mask may be infinite."""
+    for term in description.exact_terms:
+        for name, tensor in term.tensors().items():
+            if tensor.is_floating_point() and bool(tensor.isnan().any()):
+                raise NotFiniteError(f"{name} of its {term.kind} holds NaN", "is a weight broken?")
 
 
 def _gain(result: Decomposition, description: Description) -> float | None:

@@ -23,7 +23,7 @@ from flashbias_convert.checkpoint import Conversion, convert_checkpoint, read_pl
 from flashbias_convert.checkpoint.header import PLAN_KEY, TIED_KEY
 from flashbias_convert.errors import (
     CheckpointError,
-    DecompositionError,
+    NotFiniteError,
     NothingToConvertError,
     StaleTermsError,
     UnknownArchitectureError,
@@ -440,10 +440,18 @@ def test_no_biased_site_is_nothing_to_convert(tmp_path: Path) -> None:
 NAN = {"layers.0.blocks.0.attn.cpb_mlp.2.weight": torch.full((1, 512), float("nan"))}
 
 
-def test_a_site_with_nan_stays_as_it_was(tmp_path: Path) -> None:
+def test_nan_at_one_site_writes_nothing(tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "x.safetensors", **NAN)
-    done = convert_checkpoint(path, arch=f"timm:{NAME}", arch_args=ARGS)
-    assert done.plan.counts() == {"failed": 1, "patched": 2}
+    with pytest.raises(NotFiniteError, match=r"1 of 3 sites .* layers\.0\.blocks\.0\.attn"):
+        convert_checkpoint(path, arch=f"timm:{NAME}", arch_args=ARGS)
+    assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+def test_a_site_with_nan_stays_as_it_was_if_excluded(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "x.safetensors", **NAN)
+    excluded = ["layers.0.blocks.0.attn"]
+    done = convert_checkpoint(path, arch=f"timm:{NAME}", arch_args=ARGS, exclude=excluded)
+    assert done.plan.counts() == {"left alone": 1, "patched": 2}
     assert done.output is not None and not any(
         key.startswith("layers.0.blocks.0.attn.score_bias") for key in load_file(done.output)
     )
@@ -452,7 +460,7 @@ def test_a_site_with_nan_stays_as_it_was(tmp_path: Path) -> None:
 
 def test_nan_at_the_only_site_is_a_failure_and_not_nothing(tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "x.safetensors", **NAN)
-    with pytest.raises(DecompositionError, match=r"1 failed; layers\.0\.blocks\.0\.attn"):
+    with pytest.raises(NotFiniteError, match=r"layers\.0\.blocks\.0\.attn"):
         convert_checkpoint(
             path,
             arch=f"timm:{NAME}",

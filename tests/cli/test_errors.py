@@ -17,6 +17,9 @@ from safetensors.torch import save_file
 
 from flashbias_convert.checkpoint import write
 from flashbias_convert.cli import main
+from flashbias_convert.errors import DecompositionError
+from flashbias_convert.inspection import planning
+from flashbias_convert.plan import SitePlan
 from tests.checkpoint.models import ARCH, NAME, tiny_weights, write_tiny, write_tiny_folder
 from tests.checkpoint.test_load import NAN, edited
 from tests.checkpoint.test_read import Malicious, damaged, write_shards
@@ -248,8 +251,41 @@ def test_plans_that_cannot_be_shown(
     assert_error(cli("show", edited(converted, tmp_path, edit)), 1, message)
 
 
-def test_nan_in_one_bias_is_done_in_part(cli: Cli, tmp_path: Path) -> None:
+def test_nan_in_one_bias_of_several_is_failed_too(cli: Cli, tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "x.safetensors", **NAN)
+    done = cli(path, *ARCH)
+    assert done.code == 1
+    line, hint = done.err.splitlines()
+    assert line.startswith("error: 1 of 3 sites have a bias that is not finite")
+    assert "layers.0.blocks.0.attn: " in line and "--exclude layers.0.blocks.0.attn" in hint
+    assert "failed: " in done.out and "[layers.0.blocks.0.attn]" in done.out
+    assert files(tmp_path) == {"x.safetensors"}
+
+
+def test_the_other_sites_are_converted_when_asked(cli: Cli, tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "x.safetensors", **NAN)
+    done = cli(path, *ARCH, "--exclude", "layers.0.blocks.0.attn")
+    assert done.code == 0
+    assert "2 of 3 sites converted" in done.out
+    assert (tmp_path / "x.flashbias.safetensors").exists()
+
+
+@pytest.fixture
+def one_site_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An SVD that never converges at one site, say."""
+    decide = planning._decide
+
+    def breaks(plan: SitePlan, *rest: Any) -> SitePlan:
+        if plan.name == "layers.0.blocks.0.attn":
+            raise DecompositionError("an SVD that never converges")
+        return decide(plan, *rest)
+
+    monkeypatch.setattr(planning, "_decide", breaks)
+
+
+@pytest.mark.usefixtures("one_site_breaks")
+def test_a_site_that_breaks_is_done_in_part(cli: Cli, tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "x.safetensors")
     done = cli(path, *ARCH)
     assert done.code == 5
     assert "2 of 3 sites converted, 1 failed" in done.out
@@ -265,7 +301,7 @@ def test_nan_in_the_only_bias_is_failed(cli: Cli, tmp_path: Path) -> None:
     done = cli(path, *ARCH, "--include", "layers.0.blocks.0.attn", "--json")
     assert done.code == 1
     data = done.json()
-    assert data["exit_code"] == 1 and data["error"]["type"] == "DecompositionError"
+    assert data["exit_code"] == 1 and data["error"]["type"] == "NotFiniteError"
     assert data["plan"]["sites"][0]["status"] == "failed"
     assert files(tmp_path) == {"x.safetensors"}
 
