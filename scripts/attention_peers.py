@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -30,6 +30,7 @@ from flashbias_convert.benchmark.peers import (
 
 #: what a function of nothing returns is (*batch, H, N, Dv)
 Call = Callable[[], Tensor]
+MakeDense = Callable[[AttentionCall], Tensor]
 NO_BIAS = (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION))
 DENSE = (("efficient", SDPBackend.EFFICIENT_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION))
 
@@ -50,8 +51,12 @@ class Peer:
 
 
 def peers(shape: Shape, q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias | None,
-          kernel: ModuleType | None = None) -> Iterator[Peer]:  # fmt: skip
-    """All peers that can compute a shape; q, k and v are (*batch, H, N, D)."""
+          kernel: ModuleType | None = None, dense: MakeDense = dense_mask
+          ) -> Iterator[Peer]:  # fmt: skip
+    """All peers that can compute a shape; q, k and v are (*batch, H, N, D).
+
+    `dense` makes the dense bias of a call.
+    """
     call = _call(shape, q, k, v, bias)
     prepared = None if bias is None else PreparedBias(bias)
     yield Peer("ours", lambda: _ours("triton", shape, q, k, v, prepared))
@@ -61,8 +66,8 @@ def peers(shape: Shape, q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias | None,
     if bias is None:
         return
     for name, backend in DENSE:
-        yield Peer(f"{name}, dense", lambda b=backend: _sdpa(call, b, dense_mask(call)))
-    yield Peer("flex, dense", lambda: _flex_dense(call))
+        yield Peer(f"{name}, dense", lambda b=backend: _sdpa(call, b, dense(call)))
+    yield Peer("flex, dense", lambda: _flex_dense(call, dense))
     if len(bias.terms) == 1 and isinstance(bias.terms[0], (Alibi, RelativeTable)):
         yield Peer("flex, closed form", lambda: _flex_closed(call, bias.terms[0]))
     if kernel is not None and not shape.options and len(shape.batch) == 1:
@@ -107,8 +112,9 @@ def _flex() -> Flex:
     return Flex()
 
 
-def _flex_dense(call: AttentionCall) -> Call:
-    attend = flex_attention(call, dense_mask(call, with_causal=False), _flex())
+def _flex_dense(call: AttentionCall, dense: MakeDense) -> Call:
+    without = replace(call, args=replace(call.args, causal=False))  # it has a mask of its own
+    attend = flex_attention(call, dense(without), _flex())
     return lambda: attend(call.q, call.k, call.v)
 
 

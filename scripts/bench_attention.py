@@ -8,14 +8,17 @@ of ALiBi and of relative tables, flash-attn with ALiBi slopes where it is instal
 (the paper's concatenation), and a kernel from a file that defines `attn(q, k, v, pq, pk)` with
 factors in base 2. Every result is compared with float64 on a slice; a peer that is off by more than
 `WRONG` is marked, and no ratio is made with it. `median_ms` is time on the card (CUDA graph
-replays), `call_ms` the time of eager calls, Python included.
+replays), `call_ms` the time of eager calls, Python included; `peak_mib` what a call allocates,
+`held_mib` what a peer keeps between calls, such as the dense bias.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import math
 import multiprocessing
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,8 +37,8 @@ DEVICE = torch.device("cuda")
 #: Relative error from which on a result is wrong: rounding to bf16 gives 2e-3 to 5e-3.
 WRONG = 0.03
 FIELDS = (
-    "shape", "peer", "has_bias", "median_ms", "p20_ms", "p80_ms", "call_ms", "peak_mib", "error",
-    "state", "card", "torch", "triton",
+    "shape", "peer", "has_bias", "median_ms", "p20_ms", "p80_ms", "call_ms", "peak_mib", "held_mib",
+    "error", "state", "card", "torch", "triton",
 )  # fmt: skip
 
 
@@ -106,10 +109,12 @@ def row(peer: Peer, shape: Shape, q: Tensor, k: Tensor, v: Tensor, bias: ScoreBi
         ) -> dict[str, Any]:  # fmt: skip
     """What is written about one peer, whether it ran or not."""
     found: dict[str, Any] = {"peer": peer.name, "has_bias": int(peer.has_bias or bias is None)}
+    before = torch.cuda.memory_allocated()
     try:
         call = peer.make()
         wrong = error(call(), shape, q, k, v, bias if peer.has_bias else None)
         found |= {"error": f"{wrong:.1e}", "state": "ok" if wrong < WRONG else "wrong"}
+        found["held_mib"] = f"{(torch.cuda.memory_allocated() - before) / 2**20:.1f}"
         return found | measure(call)
     except torch.OutOfMemoryError:
         return found | {"state": "out of memory"}
@@ -143,17 +148,32 @@ def bench_shape(name: str, kernel_file: Path | None, output: Path) -> None:
             torch.cuda.empty_cache()
 
 
+def _left(options: argparse.Namespace) -> list[str]:
+    """The shapes that have no rows yet; begins the file."""
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    if options.resume and options.output.exists():
+        with options.output.open(newline="") as file:
+            known = {line["shape"] for line in csv.DictReader(file)}
+        return [name for name in options.shapes if name not in known]
+    with options.output.open("w", newline="") as file:
+        csv.DictWriter(file, FIELDS).writeheader()
+    return list(options.shapes)
+
+
 def main() -> None:
     """Time every peer on every shape; print and write a table and a picture."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kernel", type=Path, help="a Python file with attn(q, k, v, pq, pk)")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
+    parser.add_argument("--stop-s", type=float, default=math.inf, help="begin no shape after")
+    parser.add_argument("--resume", action="store_true", help="keep the shapes of the output")
     parser.add_argument("--output", type=Path, default=ROOT / "scripts/results/bench_attention.csv")
     options = parser.parse_args()
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    with options.output.open("w", newline="") as file:
-        csv.DictWriter(file, FIELDS).writeheader()
-    for name in options.shapes:
+    started = time.monotonic()
+    for name in _left(options):
+        if time.monotonic() - started > options.stop_s:
+            print(f"{name}: not begun, {options.stop_s:.0f} s are over")
+            continue
         # a process each: what a peer does to its card must not reach the next shape
         own = multiprocessing.get_context("spawn").Process(
             target=bench_shape, args=(name, options.kernel, options.output)

@@ -1,0 +1,128 @@
+"""Run the forward and backward kernels under compute-sanitizer, with every kind of term.
+
+python scripts/sanitize_kernel.py [--tools memcheck racecheck] [--output FILE.json]
+
+The script starts itself under each tool, in several processes; every kind of bias of the
+operator's tests is computed once in fp16, bf16 and fp32, at sizes that no block divides. A tool
+slows a kernel down a hundred times, so the sizes are small. Exit code 1 if a tool found something
+or could not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ("memcheck", "racecheck")
+#: where CUDA's own packages put it, if it is in no path
+USUAL = "/usr/local/cuda/bin/compute-sanitizer"
+SIZES = ((40, 16), (150, 32), (150, 64))
+DTYPES = ("float16", "bfloat16", "float32")
+#: processes at a time: most of the time goes to compiling
+PARTS = 12
+
+
+def cases() -> list[tuple[int, int, str, str]]:
+    """Sizes N and D, dtype and kind of bias of every call."""
+    sys.path.insert(0, str(ROOT))
+    from tests.attention.cases import BIASES
+
+    return [(n, d, dtype, name) for n, d in SIZES for dtype in DTYPES for name in BIASES]
+
+
+def compute(part: int, backward: bool) -> int:
+    """Every `PARTS`-th call once; returns how many that are."""
+    import torch
+
+    own = cases()[part::PARTS]
+    from flashbias_convert.attention import flashbias_attention
+    from tests.attention.cases import BIASES, Inputs
+
+    for n, d, dtype, name in own:
+        inputs = Inputs(torch.device("cuda"), getattr(torch, dtype), n=n, d=d)
+        qkv = [x.requires_grad_(backward) for x in (inputs.q, inputs.k, inputs.v)]
+        out = flashbias_attention(*qkv, BIASES[name](inputs), backend="triton")
+        if backward:
+            out.sum().backward()
+        torch.cuda.synchronize()
+        if not bool(out.isfinite().all()):
+            raise RuntimeError(f"{name}, {dtype}: the result is not finite")
+    return len(own)
+
+
+def under(tool: str, sanitizer: str, backward: bool, timeout: float) -> dict[str, Any]:
+    """Run all parts under a tool, at the same time; returns what it found."""
+    started = time.perf_counter()
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, __file__]
+    command += ["--backward"] if backward else []
+    # torch's allocator would hide reads beyond the end of a tensor
+    own = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    running = [
+        subprocess.Popen([*command, "--part", str(part)], stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT, text=True, env=own)
+        for part in range(PARTS)
+    ]  # fmt: skip
+    said = []
+    for process in running:
+        try:
+            left = max(1.0, timeout - (time.perf_counter() - started))
+            said.append(process.communicate(timeout=left)[0])
+        except subprocess.TimeoutExpired:
+            process.kill()
+            said.append(f"not done in {timeout:.0f} s")
+    found = [re.search(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", text) for text in said]
+    done = [re.search(r"^calls (\d+)$", text, re.MULTILINE) for text in said]
+    broken = [
+        text[-700:]
+        for process, text, end, summary in zip(running, said, done, found, strict=True)
+        if process.returncode != 0 or end is None or summary is None
+    ]
+    return {
+        "tool": tool,
+        "backward": backward,
+        "clean": not broken,
+        "summaries": sorted({summary.group(1) for summary in found if summary}),
+        "calls": sum(int(end.group(1)) for end in done if end),
+        "of": len(cases()),
+        "seconds": round(time.perf_counter() - started, 1),
+        "problems": broken,
+    }
+
+
+def main() -> int:
+    """Run every tool; write and print what it found."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tools", nargs="*", default=list(TOOLS))
+    parser.add_argument("--backward", action="store_true", help="gradients too")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds, a tool")
+    parser.add_argument("--output", type=Path, default=ROOT / "scripts/results/sanitizer.json")
+    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part is not None:
+        print(f"calls {compute(options.part, options.backward)}")
+        return 0
+    sanitizer = shutil.which("compute-sanitizer") or (USUAL if Path(USUAL).exists() else None)
+    if sanitizer is None:
+        print("compute-sanitizer is not installed here", file=sys.stderr)
+        return 1
+    import torch
+
+    rows = [under(t, sanitizer, options.backward, options.timeout) for t in options.tools]
+    for row in rows:
+        print(row)
+    told = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "runs": rows}
+    options.output.write_text(json.dumps(told, indent=2) + "\n")
+    return 0 if all(row["clean"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
