@@ -9,7 +9,8 @@ of ALiBi and of relative tables, flash-attn with ALiBi slopes where it is instal
 factors in base 2. Every result is compared with float64 on a slice; a peer that is off by more than
 `WRONG` is marked, and no ratio is made with it. `median_ms` is time on the card (CUDA graph
 replays), `call_ms` the time of eager calls, Python included; `peak_mib` what a call allocates,
-`held_mib` what a peer keeps between calls, such as the dense bias.
+`held_mib` what a peer keeps between calls, such as the dense bias. Shapes get ready (compile, and
+are compared) together and are timed one after the other.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from __future__ import annotations
 import argparse
 import csv
 import math
-import multiprocessing
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 from attention_figure import draw
-from attention_peers import Peer, load_kernel, peers
+from attention_peers import Call, Peer, load_kernel, peers
 from attention_shapes import SHAPES, Shape
 from torch import Tensor
+from turns import Wait, in_turns
 
 from flashbias_convert import ScoreBias
 from flashbias_convert.attention import flashbias_attention
@@ -36,6 +37,10 @@ ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda")
 #: Relative error from which on a result is wrong: rounding to bf16 gives 2e-3 to 5e-3.
 WRONG = 0.03
+OUT_OF_MEMORY = "out of memory"
+CRASHED = "crashed"
+#: Entries of a dense bias from which on a shape has the card to itself.
+LARGE = 2**31
 FIELDS = (
     "shape", "peer", "has_bias", "median_ms", "p20_ms", "p80_ms", "call_ms", "peak_mib", "held_mib",
     "error", "state", "card", "torch", "triton",
@@ -105,9 +110,12 @@ def measure(call: Callable[[], Tensor]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def row(peer: Peer, shape: Shape, q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias | None
-        ) -> dict[str, Any]:  # fmt: skip
-    """What is written about one peer, whether it ran or not."""
+def ready(peer: Peer, shape: Shape, q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias | None
+          ) -> tuple[dict[str, Any], Call | None]:  # fmt: skip
+    """What is known about a peer before the clock runs, and its call, compiled; None if it fails.
+
+    Illegal accesses are no errors that one survives: see `turns`.
+    """
     found: dict[str, Any] = {"peer": peer.name, "has_bias": int(peer.has_bias or bias is None)}
     before = torch.cuda.memory_allocated()
     try:
@@ -115,37 +123,52 @@ def row(peer: Peer, shape: Shape, q: Tensor, k: Tensor, v: Tensor, bias: ScoreBi
         wrong = error(call(), shape, q, k, v, bias if peer.has_bias else None)
         found |= {"error": f"{wrong:.1e}", "state": "ok" if wrong < WRONG else "wrong"}
         found["held_mib"] = f"{(torch.cuda.memory_allocated() - before) / 2**20:.1f}"
-        return found | measure(call)
+        return found, call
     except torch.OutOfMemoryError:
-        return found | {"state": "out of memory"}
+        return found | {"state": OUT_OF_MEMORY}, None
     except Exception as problem:  # a peer that fails is a row, not the end of the run
+        if type(problem).__name__ == "AcceleratorError":  # such as an illegal memory access
+            return found | {"state": CRASHED}, None
         text = f"{type(problem).__name__}: {problem}".splitlines()[0][:90]
-        return found | {"state": text}
+        return found | {"state": text}, None
 
 
-def bench_shape(name: str, kernel_file: Path | None, output: Path) -> None:
-    """Measure all peers on one shape; append rows to `output`."""
+def timed(found: dict[str, Any], call: Call | None) -> dict[str, Any]:
+    """The row of a peer: what `ready` found, and the times."""
+    try:
+        return found if call is None else found | measure(call)
+    except torch.OutOfMemoryError:
+        return found | {"state": OUT_OF_MEMORY}
+
+
+def machine() -> dict[str, str]:
+    """Where the times were taken."""
     import triton
 
+    versions = {"torch": torch.__version__, "triton": triton.__version__}
+    return {"card": torch.cuda.get_device_name(), **versions}
+
+
+def bench_shape(name: str, kernel_file: Path | None, output: Path, wait: Wait) -> None:
+    """Measure all peers on one shape; append rows to `output`."""
     kernel = None if kernel_file is None else load_kernel(kernel_file)
-    machine = {
-        "card": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-    }
     shape = SHAPES[name]
     torch.manual_seed(0)
     q, k, v = shape.inputs(torch.bfloat16, DEVICE)
     bias = None if shape.bias is None else shape.bias(shape, DEVICE)
+    all_peers = list(peers(shape, q, k, v, bias, kernel))
+    found = [ready(peer, shape, q, k, v, bias) for peer in all_peers]
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    wait()
     with output.open("a", newline="") as file:
         writer = csv.DictWriter(file, FIELDS)
-        for peer in peers(shape, q, k, v, bias, kernel):
-            found = {"shape": name, **row(peer, shape, q, k, v, bias), **machine}
-            writer.writerow(found)
+        for known, call in found:
+            told = {"shape": name, **timed(known, call), **machine()}
+            writer.writerow(told)
             file.flush()
-            shown = [found.get(x, "-") for x in ("median_ms", "call_ms", "peak_mib", "error")]
-            print(f"{name:30s} {peer.name:20s}", *shown, found["state"], flush=True)
-            torch.cuda.empty_cache()
+            shown = [told.get(x, "-") for x in ("median_ms", "call_ms", "peak_mib", "error")]
+            print(f"{name:30s} {told['peer']:20s}", *shown, told["state"], flush=True)
 
 
 def _left(options: argparse.Namespace) -> list[str]:
@@ -160,26 +183,31 @@ def _left(options: argparse.Namespace) -> list[str]:
     return list(options.shapes)
 
 
+def waves(names: list[str], size: int) -> list[list[str]]:
+    """Shapes that get ready together: at most `size`, and one whose dense bias is large alone."""
+    large = [x for x in names if SHAPES[x].heads * SHAPES[x].n ** 2 > LARGE]
+    small = [x for x in names if x not in large]
+    together = [small[i : i + size] for i in range(0, len(small), size)]
+    return together + [[x] for x in large]
+
+
 def main() -> None:
     """Time every peer on every shape; print and write a table and a picture."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kernel", type=Path, help="a Python file with attn(q, k, v, pq, pk)")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
+    parser.add_argument("--together", type=int, default=10, help="shapes that get ready at a time")
     parser.add_argument("--stop-s", type=float, default=math.inf, help="begin no shape after")
     parser.add_argument("--resume", action="store_true", help="keep the shapes of the output")
     parser.add_argument("--output", type=Path, default=ROOT / "scripts/results/bench_attention.csv")
     options = parser.parse_args()
     started = time.monotonic()
-    for name in _left(options):
-        if time.monotonic() - started > options.stop_s:
-            print(f"{name}: not begun, {options.stop_s:.0f} s are over")
-            continue
-        # a process each: what a peer does to its card must not reach the next shape
-        own = multiprocessing.get_context("spawn").Process(
-            target=bench_shape, args=(name, options.kernel, options.output)
-        )
-        own.start()
-        own.join()
+    for names in waves(_left(options), options.together):
+        left = options.stop_s - (time.monotonic() - started)
+        calls = [(name, options.kernel, options.output) for name in names]
+        lost = calls if left < 0 else in_turns(bench_shape, calls, seconds=left)
+        for name, *_ in lost:
+            print(f"{name}: not measured")
     draw(options.output)
 
 

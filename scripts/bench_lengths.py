@@ -5,21 +5,22 @@ python scripts/bench_lengths.py [--lengths 256 1024 ...] [--output FILE.csv]
 One sequence, 8 heads of 64, bf16, forward: the plain shape of `bench_attention.py` at every length,
 with the same peers. Memory is everything beyond q, k and v: the bias in the form that the peer
 takes, and what a call allocates, its result included. A peer for which the card has not enough
-memory is marked so. Writes a table and a picture.
+memory, or that crashes, is marked so. Writes a table and a picture.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import torch
 from attention_peers import peers
 from attention_shapes import Shape, low_rank
-from bench_attention import DEVICE, row
+from bench_attention import CRASHED, DEVICE, OUT_OF_MEMORY, machine, ready, timed
 from torch import Tensor
+from turns import Wait, in_turns
 
 from flashbias_convert.benchmark.calls import AttentionCall
 
@@ -29,7 +30,8 @@ FIELDS = (
     "n", "peer", "has_bias", "median_ms", "p20_ms", "p80_ms", "call_ms", "memory_mib", "error",
     "state", "card", "torch", "triton",
 )  # fmt: skip
-OUT_OF_MEMORY = "out of memory"
+#: from here on a dense bias has 2**32 entries and more, which not every peer survives
+LONG = 2**15
 COLOURS = {
     "ours": "black",
     "ours, sdpa path": "#7b4fa3",
@@ -50,24 +52,50 @@ def dense(call: AttentionCall) -> Tensor:
     return out
 
 
-def bench_length(n: int) -> list[dict[str, Any]]:
-    """All peers at one length."""
+def bench_length(n: int, names: Collection[str], output: Path, wait: Wait) -> None:
+    """The peers of these names at one length; appends rows to `output`."""
+    wait()
     shape = Shape((1,), 8, n, 64, low_rank(16))
     torch.manual_seed(0)
     q, k, v = shape.inputs(torch.bfloat16, DEVICE)
     before = torch.cuda.memory_allocated()
     assert shape.bias is not None
     bias = shape.bias(shape, DEVICE)
-    own = torch.cuda.memory_allocated() - before
-    found = []
-    for peer in peers(shape, q, k, v, bias, dense=dense):
-        told = row(peer, shape, q, k, v, bias)
-        held, peak = told.pop("held_mib", None), told.pop("peak_mib", None)
-        if peak is not None:
-            factors = own / 2**20 if "ours" in peer.name else 0.0
-            told["memory_mib"] = f"{float(peak) + float(held) + factors:.2f}"
-        found.append({"n": n, **told})
-        torch.cuda.empty_cache()
+    factors = (torch.cuda.memory_allocated() - before) / 2**20
+    with output.open("a", newline="") as file:
+        for peer in peers(shape, q, k, v, bias, dense=dense):
+            if peer.name not in names:
+                continue
+            told = {"n": n, **timed(*ready(peer, shape, q, k, v, bias)), **machine()}
+            held, peak = told.pop("held_mib", None), told.pop("peak_mib", None)
+            if held is not None and peak is not None:
+                own = factors if "ours" in peer.name else 0.0
+                told["memory_mib"] = f"{float(peak) + float(held) + own:.2f}"
+            csv.DictWriter(file, FIELDS).writerow(told)
+            file.flush()
+            shown = [told.get(x, "-") for x in ("median_ms", "memory_mib", "error")]
+            print(f"{n:6d} {peer.name:20s}", *shown, told["state"], flush=True)
+            torch.cuda.empty_cache()
+
+
+def note_lost(n: int, names: Collection[str], output: Path) -> None:
+    """Rows for peers whose process died, most often of an illegal access of theirs."""
+    with output.open(newline="") as file:
+        known = {(int(r["n"]), r["peer"]) for r in csv.DictReader(file)}
+    with output.open("a", newline="") as file:
+        for name in names:
+            if (n, name) not in known:
+                row = {"n": n, "peer": name, "state": CRASHED, **machine()}
+                csv.DictWriter(file, FIELDS).writerow(row)
+
+
+def calls(lengths: list[int], output: Path) -> list[tuple[int, tuple[str, ...], Path]]:
+    """What is measured by one process each: peers with long dense biases are on their own."""
+    found: list[tuple[int, tuple[str, ...], Path]] = []
+    for n in lengths:
+        alone = [x for x in COLOURS if "dense" in x and n >= LONG]
+        found.append((n, tuple(x for x in COLOURS if x not in alone), output))
+        found += [(n, (x,), output) for x in alone]
     return found
 
 
@@ -88,10 +116,13 @@ def draw(file: Path) -> None:
         for axes, name in ((left, "median_ms"), (right, "memory_mib")):
             found = [(int(r["n"]), float(r[name])) for r in own]
             axes.plot(*zip(*found, strict=True) if found else ((), ()), linewidth=width, **style)
-        lost = [int(r["n"]) for r in rows if r["peer"] == peer and r["state"] == OUT_OF_MEMORY]
-        for axes in (left, right):  # at the top of the picture
-            axes.plot(lost, [0.97] * len(lost), "x", color=colour, markersize=8,
-                      transform=axes.get_xaxis_transform())  # fmt: skip
+        gone = [r for r in rows if r["peer"] == peer and r["state"] in (OUT_OF_MEMORY, CRASHED)]
+        for r in gone:  # at the top of the picture, below each other
+            height = 0.97 - 0.04 * list(COLOURS).index(peer)
+            mark = "x" if r["state"] == OUT_OF_MEMORY else "+"
+            for axes in (left, right):
+                axes.plot(int(r["n"]), height, mark, color=colour, markersize=8,
+                          transform=axes.get_xaxis_transform())  # fmt: skip
     for axes, label in ((left, "time of a call (ms)"), (right, "memory beside q, k, v (MiB)")):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -99,34 +130,29 @@ def draw(file: Path) -> None:
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
     left.legend(fontsize=8)
-    lost_any = any(r["state"] == OUT_OF_MEMORY for r in rows)
-    note = "; x: out of memory" if lost_any else ""
+    marks = {OUT_OF_MEMORY: "; x: out of memory", CRASHED: "; +: crashed"}
+    note = "".join(text for state, text in marks.items() if any(r["state"] == state for r in rows))
     figure.suptitle(f"8 heads of 64, bias of rank 16, forward, bf16, {rows[0]['card']}{note}")
     figure.savefig(file.with_suffix(".png"), dpi=130)
 
 
 def main() -> None:
     """Measure every length; print and write a table and a picture."""
-    import triton
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="*", default=list(LENGTHS))
+    parser.add_argument("--resume", action="store_true", help="keep the lengths of the output")
     parser.add_argument("--output", type=Path, default=ROOT / "scripts/results/bench_lengths.csv")
     options = parser.parse_args()
-    machine = {
-        "card": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-    }
-    with options.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        for n in options.lengths:
-            for found in bench_length(n):
-                writer.writerow({**found, **machine})
-                file.flush()
-                shown = [found.get(x, "-") for x in ("median_ms", "memory_mib", "error")]
-                print(f"{n:6d} {found['peer']:20s}", *shown, found["state"], flush=True)
+    known: set[int] = set()
+    if options.resume and options.output.exists():
+        with options.output.open(newline="") as file:
+            known = {int(row["n"]) for row in csv.DictReader(file)}
+    else:
+        with options.output.open("w", newline="") as file:
+            csv.DictWriter(file, FIELDS).writeheader()
+    left = [n for n in options.lengths if n not in known]
+    for n, names, output in in_turns(bench_length, calls(left, options.output)):
+        note_lost(n, names, output)
     draw(options.output)
 
 

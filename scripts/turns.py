@@ -1,0 +1,62 @@
+"""Jobs that get ready at the same time and are measured one after the other, each in a process.
+
+Most of a benchmark's time goes to starting Python and to compiling, which is no business of the
+clock, and a process of its own keeps what a peer does to its card from the others.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+#: what a job does when it is ready: it returns when the card is its own
+Wait = Callable[[], None]
+
+
+def _run(job: Callable[..., None], arguments: tuple[Any, ...], ready: Any, turn: Any) -> None:
+    def wait() -> None:
+        ready.set()
+        turn.wait()
+
+    job(*arguments, wait)
+
+
+def in_turns(
+    job: Callable[..., None], calls: Sequence[tuple[Any, ...]], *, seconds: float | None = None
+) -> list[tuple[Any, ...]]:
+    """Call `job(*arguments, wait)` for all `calls`, each in a process, started at the same time.
+
+    What a job does before `wait()` may happen beside the others; what it does afterwards it does
+    alone, in the order of `calls`.
+
+    Args:
+        job: a function of a module; it must call `wait` once.
+        calls: arguments, that pickle takes.
+        seconds: after so long nobody gets a turn any more.
+
+    Returns:
+        The calls that did not end well: their process died, or never had its turn.
+    """
+    context = multiprocessing.get_context("spawn")
+    started = time.monotonic()
+    waiting = []
+    for arguments in calls:
+        ready, turn = context.Event(), context.Event()
+        process = context.Process(target=_run, args=(job, arguments, ready, turn))
+        process.start()
+        waiting.append((arguments, process, ready, turn))
+    for _, process, ready, _ in waiting:
+        while process.is_alive() and not ready.wait(0.1):
+            pass
+    lost = []
+    for arguments, process, _, turn in waiting:
+        if seconds is not None and time.monotonic() - started > seconds:
+            process.kill()
+        else:
+            turn.set()
+        process.join()
+        if process.exitcode != 0:
+            lost.append(arguments)
+    return lost
