@@ -17,12 +17,11 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from . import __version__
 from .checkpoint.attach import attach_terms
+from .checkpoint.config_entry import config_entry
 from .checkpoint.kept_terms import split_terms
 from .checkpoint.read import read_file_tensors
 from .patching import patch_model
-from .plan import FORMAT_VERSION, Plan
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +77,7 @@ class FlashBiasQuantizer(HfQuantizer):
             if options:
                 unused = ", ".join(sorted(options))
                 logger.warning("%s was converted already; not used: %s", folder, unused)
-        model.config.flashbias = _entry(plan)
+        model.config.flashbias = config_entry(plan)
 
     def _terms(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
@@ -118,12 +117,3 @@ def _fitted(terms: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
         else:
             found[prefix + key if prefix + site in names else key] = tensor
     return found
-
-
-def _entry(plan: Plan) -> dict[str, Any]:
-    """What `config.json` says of a conversion: for people and tools that look; not needed."""
-    return {
-        "format_version": FORMAT_VERSION,
-        "package_version": __version__,
-        "sites": len(plan.patched),
-    }

@@ -27,6 +27,7 @@ WORDS = {
     "sam-b global axial": "SAM-B global (4, 12, 4096, 64), axial",
     "alibi gpt2": "ALiBi GPT-2 (8, 25, 2048, 64), causal",
     "alibi D=32": "ALiBi (1, 50, 8192, 32), causal",
+    "decode alibi": "ALiBi, decoding (64, 32, 1 query x 4096 keys, 64)",
     "d128 R=16": "(4, 16, 4096, 128), rank 16",
 }
 

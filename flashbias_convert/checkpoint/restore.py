@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, UsageError
 from .check_terms import term_tensors
+from .config_entry import unmark_config
 from .header import PLAN_KEY, TIED_KEY, VERSION_KEY, require_plan, tied_of
 from .origin import SOURCE_KEY, Origin
 from .outputs import WEIGHTS_NAME, same_file
@@ -166,6 +167,7 @@ def _write_folder(
         try:
             temporary.mkdir()
             copy_small_files(source, temporary)
+            unmark_config(temporary)
         except OSError as error:
             raise failed(folder, error) from error
         _write_weights(temporary / WEIGHTS_NAME, tensors, metadata, folder)

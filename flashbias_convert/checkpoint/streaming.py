@@ -22,6 +22,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..plan import Plan
 from .card import card_in
+from .config_entry import mark_config
 from .mapped import MappedModel
 from .origin import SOURCE_KEY, Origin, digest_of
 from .outputs import WEIGHTS_NAME, check_output, is_folder, plan_path
@@ -212,6 +213,7 @@ class _Work:
                 remove(path)
         if source is not None:
             copy_small_files(source, folder)
+            mark_config(folder, self.plan)
         sidecar = plan_path(folder / WEIGHTS_NAME)
         sidecar.write_text(json.dumps(self.plan.to_json(), indent=2) + "\n", encoding="utf-8")
         with safe_open(folder / self.shards[0].name, framework="pt") as file:

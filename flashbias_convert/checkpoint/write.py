@@ -16,6 +16,7 @@ from .. import __version__
 from ..errors import CheckpointError
 from ..plan import Plan
 from .card import card_in, card_path
+from .config_entry import mark_config
 from .files import INDEX_SUFFIX, SUFFIXES, check_inside
 from .header import PLAN_KEY, TIED_KEY, VERSION_KEY
 from .outputs import WEIGHTS_NAME, check_folder, check_output, plan_path
@@ -101,6 +102,7 @@ def write_folder(
             temporary.mkdir()
             if source is not None:
                 copy_small_files(source, temporary)
+                mark_config(temporary, plan)
         except OSError as error:
             raise failed(folder, error) from error
         weights = temporary / WEIGHTS_NAME

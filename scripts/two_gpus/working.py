@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import json
 import os
@@ -46,9 +47,12 @@ def work(options: argparse.Namespace, run: Case) -> int:
         tell(folder, rank, {"ready": True})
         for case in cases:
             started = time.perf_counter()
+            # where it hangs, in the log, before whoever watches gives it up
+            faulthandler.dump_traceback_later(0.9 * options.limit_s)
             found = run(case, options, place, rank)
             found = found if options.kind != "pair" else worst(found)
             found["case_s"] = f"{time.perf_counter() - started:.1f}"
+            faulthandler.cancel_dump_traceback_later()
             tell(folder, rank, found)
             gc.collect()  # wrappers hold models in cycles
             if place.type == "cuda":

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from flashbias_convert import FlashBiasConfig, load_model, patch_model, unpatch_model
-from flashbias_convert.checkpoint import convert_checkpoint
+from flashbias_convert.checkpoint import convert_checkpoint, restore_checkpoint
 from flashbias_convert.errors import CheckpointError, UsageError
 from flashbias_convert.patched_attention import PatchedAttention
 
@@ -67,6 +67,20 @@ def test_the_config_says_so_and_others_can_read_it(folder: Path, tmp_path: Path)
     plain = Auto.from_pretrained(tmp_path / "m")  # without this package: the original
     assert patched_sites(plain) == 0
     assert torch.equal(run(plain), run(bloom()))
+
+
+def test_a_converted_folder_says_so_too_and_a_restored_one_no_longer(
+    folder: Path, tmp_path: Path
+) -> None:
+    before = (folder / "config.json").read_bytes()
+    converted = convert_checkpoint(folder, tmp_path / "m").output
+    assert converted is not None
+    config = json.loads((converted / "config.json").read_text())
+    entry = config.pop("flashbias")
+    assert entry["sites"] == 2 and config == json.loads(before)
+    restored = restore_checkpoint(converted, tmp_path / "r").output
+    assert json.loads((restored / "config.json").read_bytes()) == json.loads(before)
+    assert (folder / "config.json").read_bytes() == before
 
 
 def test_the_base_of_a_model_with_a_head_and_the_other_way_round(

@@ -116,8 +116,12 @@ def test_a_missing_file_is_one_line(cli: Cli, tmp_path: Path) -> None:
     assert done.code == 2 and "no.toml cannot be read: No such file" in done.err
 
 
-def test_the_example_is_understood(cli: Cli, tmp_path: Path) -> None:
+def test_the_example_is_understood(cli: Cli) -> None:
     data = tomllib.loads(EXAMPLE.read_text())
     assert set(data) < set(signature(convert).parameters)
-    done = cli(write_tiny(tmp_path / "x.safetensors"), "--config", EXAMPLE)
-    assert done.code == 1 and "is this the right architecture" in done.err  # it was read and used
+    example = EXAMPLE.parent / "swinv2_cifar10"
+    done = cli("inspect", example, "--config", EXAMPLE, "--json")  # as its first lines say
+    assert done.code == 0, done.err
+    plan = done.json()["plan"]
+    assert plan["options"]["energy"] == data["energy"] == 0.99
+    assert done.json()["counts"] == {"patched": 6, "left alone": 4}
