@@ -17,17 +17,21 @@ original's own in the same dtype. "graphs" and "graph_breaks" tell how a row was
 
 Rows are written one by one. What fails or takes longer than --limit-s is a row with its reason;
 after --stop-s no row is begun. --resume keeps the rows of the file and adds those that it lacks.
+With --together N, so many rows at a time compile beside each other, each in a process, and are then
+timed one after the other; "first_call_s" has little meaning there.
 """
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
+import math
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from turns import Wait, in_turns
 from whole_models import families, figure, language, plain, vision, weather
 from whole_models.case import ROOT, Case
 from whole_models.measuring import measure_row
@@ -88,6 +92,45 @@ def run(
             table.add({**measure_row(case, variant, how, truth), **where, **extra})
 
 
+def run_together(names: list[str], options: argparse.Namespace, table: Table) -> None:
+    """As `run`, with rows that compile beside each other; all models must fit the card at once."""
+    where = machine(torch.device(options.device), getattr(torch, options.dtype))["device"]
+    cases = all_cases(options.tiny)
+    left = [
+        (name, variant, options, table.path)
+        for name in names
+        for variant in _chosen(cases[name].variants(), options.variants)
+        if not table.has(cases[name].name, variant, where)
+    ]
+    ends = time.monotonic() + (options.stop_s or math.inf)
+    for i in range(0, len(left), options.together):
+        if time.monotonic() > ends:
+            print(f"stopped before {left[i][0]}, {left[i][1]}")
+            break
+        for name, variant, *_ in in_turns(_row, left[i : i + options.together]):
+            print(f"{name}, {variant}: its process died")
+    table.read()
+
+
+def _row(name: str, variant: str, options: argparse.Namespace, path: Path, wait: Wait) -> None:
+    """Measure one row in a process of its own, and write it when it is its turn."""
+    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    case, how = all_cases(options.tiny)[name], Options(
+        device, dtype, options.repeats, options.limit_s
+    )  # fmt: skip
+    waited = False
+
+    def once() -> None:
+        nonlocal waited
+        if not waited:
+            waited = True
+            wait()
+
+    row = measure_row(case, variant, how, find_truth(case, how), once)
+    once()  # a row that failed before its first call has not waited
+    Table(path, resume=True, begin=False).add({**row, **machine(device, dtype)})
+
+
 def _chosen(names: list[str], patterns: list[str] | None) -> list[str]:
     """Those that match, in the order of the patterns."""
     found = (n for p in patterns or ["*"] for n in names if fnmatch.fnmatchcase(n, p))
@@ -101,6 +144,7 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="+", metavar="NAME", help="patterns; default all")
     parser.add_argument("--list", action="store_true", help="print names and leave")
+    parser.add_argument("--together", type=int, default=1, help="rows that compile at a time")
     add_options(parser, "bench_models.csv")
     options = parser.parse_args()
     cases = all_cases(options.tiny)
@@ -113,7 +157,11 @@ def main() -> None:
     if unknown:
         parser.error(f"no model is called {unknown[0]!r}; see --list")
     table = Table(options.output, resume=options.resume)
-    run((cases[name] for name in _chosen(list(cases), patterns)), options, table)
+    chosen = _chosen(list(cases), patterns)
+    if options.together > 1:
+        run_together(chosen, options, table)
+    else:
+        run((cases[name] for name in chosen), options, table)
     figure.draw(table.rows, options.output.with_suffix(".png"))
     print(summary(table.rows, REFERENCES))
 

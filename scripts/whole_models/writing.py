@@ -36,19 +36,28 @@ class Table:
         path: of the file; its folder is made.
         more: columns besides `COLUMNS`.
         resume: keep the rows of a file that is there, and add to them.
+        begin: write the file anew, with the rows that are kept; False: it is there.
 
     Attributes:
         rows: all rows, those that were there before included.
     """
 
-    def __init__(self, path: Path, more: Iterable[str] = (), *, resume: bool = False) -> None:
+    def __init__(
+        self, path: Path, more: Iterable[str] = (), *, resume: bool = False, begin: bool = True
+    ) -> None:
         self.path, self.columns = path, (*COLUMNS, *more)
         self.rows = read_rows(path) if resume and path.is_file() else []
+        if not begin:
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", newline="") as file:
             writer = csv.DictWriter(file, self.columns)
             writer.writeheader()
             writer.writerows(self.rows)
+
+    def read(self) -> None:
+        """Take the rows that other processes have added."""
+        self.rows = read_rows(self.path)
 
     def has(self, model: str, variant: str, device: str) -> bool:
         """Whether there is such a row from the same kind of card."""

@@ -109,6 +109,13 @@ def test_rows_that_fail_say_why() -> None:
     assert row["status"] == "measured" and float(row["median_ms"]) >= 0
 
 
+def test_waiting_for_a_turn_does_not_count_against_the_limit() -> None:
+    limited = truth.Options(CPU, torch.float32, 1, limit_s=1.0)
+    nothing = truth.Truth(None, None, "none")
+    row = measuring.measure_row(slow(0), "original", limited, nothing, lambda: time.sleep(1.2))
+    assert row["status"] == "measured"
+
+
 def test_blocks_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str] = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, **_: found.append(type(self).__name__))
