@@ -83,13 +83,16 @@ def test_a_disk_of_any_size(which: str, good: tiny.Good, tmp_path: Path, count: 
     assert ended == {"written", "refused: CheckpointError"}, "some must fit and some must not"
 
 
-def test_a_disk_without_room_for_another_name(good: tiny.Good, tmp_path: Path) -> None:
+def test_a_disk_without_room_for_another_name(
+    good: tiny.Good, tmp_path: Path, count: Count
+) -> None:
     for inodes in (1, 2):
         with mounted(tmp_path / "disk", f"size=1m,nr_inodes={inodes}") as disk:
             assert written_or_nothing(good.bare, disk) == "refused: CheckpointError"
+        count("disks without room for a name", "refused: CheckpointError")
 
 
-def test_a_limit_on_the_size_of_files(good: tiny.Good, tmp_path: Path) -> None:
+def test_a_limit_on_the_size_of_files(good: tiny.Good, tmp_path: Path, count: Count) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
     try:
@@ -97,16 +100,20 @@ def test_a_limit_on_the_size_of_files(good: tiny.Good, tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert outcomes == ["refused: CheckpointError"] * 2
+    count("limits on the size of files", outcomes[0], 2)
 
 
-def test_a_disk_that_is_read_only(good: tiny.Good, tmp_path: Path) -> None:
+def test_a_disk_that_is_read_only(good: tiny.Good, tmp_path: Path, count: Count) -> None:
     with mounted(tmp_path / "disk", "ro,size=1m") as disk:
         for source in (good.bare, good.folder):
             with pytest.raises(UsageError, match="no permission to write in"):
                 tiny.convert(source, disk / ("x.safetensors" if source.is_file() else "x"))
+            count("read-only disks", "refused: UsageError")
 
 
-def test_folders_and_files_without_permission(good: tiny.Good, tmp_path: Path) -> None:
+def test_folders_and_files_without_permission(
+    good: tiny.Good, tmp_path: Path, count: Count
+) -> None:
     """The folders above are the test runner's own, so they are opened to others for a while."""
     source = tmp_path / "x.safetensors"
     source.write_bytes(good.bare.read_bytes())
@@ -130,3 +137,4 @@ def test_folders_and_files_without_permission(good: tiny.Good, tmp_path: Path) -
         for path, mode in zip(above, modes, strict=True):
             path.chmod(mode)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["closed", "x.safetensors"]
+    count("no permission", "refused", 3)
