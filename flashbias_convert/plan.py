@@ -88,8 +88,6 @@ class SitePlan:
         """Plain JSON values, without the tensors."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         del fields["bias"], fields["modules"]
-        if not self.not_finite:  # nothing that is written has such a site
-            del fields["not_finite"]
         fields["decisions"] = [d.to_json() for d in self.decisions]
         fields["warnings"] = list(self.warnings)
         return fields

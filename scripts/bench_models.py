@@ -94,13 +94,13 @@ def run(
 
 def run_together(names: list[str], options: argparse.Namespace, table: Table) -> None:
     """As `run`, with rows that compile beside each other; all models must fit the card at once."""
-    where = machine(torch.device(options.device), getattr(torch, options.dtype))["device"]
+    where = machine(torch.device(options.device), getattr(torch, options.dtype))
     cases = all_cases(options.tiny)
     left = [
         (name, variant, options, table.path)
         for name in names
         for variant in _chosen(cases[name].variants(), options.variants)
-        if not table.has(cases[name].name, variant, where)
+        if not table.has(cases[name].name, variant, where["device"])
     ]
     ends = time.monotonic() + (options.stop_s or math.inf)
     for i in range(0, len(left), options.together):
@@ -108,16 +108,16 @@ def run_together(names: list[str], options: argparse.Namespace, table: Table) ->
             print(f"stopped before {left[i][0]}, {left[i][1]}")
             break
         for name, variant, *_ in in_turns(_row, left[i : i + options.together]):
-            print(f"{name}, {variant}: its process died")
+            row = {"model": cases[name].name, "variant": variant, **where}
+            table.add({**row, "status": "failed", "reason": "its process died"})
     table.read()
 
 
 def _row(name: str, variant: str, options: argparse.Namespace, path: Path, wait: Wait) -> None:
     """Measure one row in a process of its own, and write it when it is its turn."""
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
-    case, how = all_cases(options.tiny)[name], Options(
-        device, dtype, options.repeats, options.limit_s
-    )  # fmt: skip
+    case = all_cases(options.tiny)[name]
+    how = Options(device, dtype, options.repeats, options.limit_s)
     waited = False
 
     def once() -> None:

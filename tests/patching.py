@@ -8,14 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashbias_convert import (
-    Plan,
-    patch_model,
-)
-from tests.toy import (
-    TOY,
-    make_input,
-)
+from flashbias_convert import Plan, patch_model
+from tests.toy import TOY, make_input
 
 ATTN = ["blocks.0.attn", "blocks.1.attn", "blocks.2.attn"]
 
