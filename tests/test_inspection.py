@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import re
 from typing import Any
@@ -15,7 +16,8 @@ from flashbias_convert import Plan, inspect_model
 from flashbias_convert.errors import NothingToConvertError, UsageError
 from flashbias_convert.inspection import library_versions
 from flashbias_convert.recipe import Description, Site, UnsupportedSite
-from flashbias_convert.terms import LowRank, ScoreBias
+from flashbias_convert.terms import Dense, LowRank, ScoreBias
+from tests.patching import ATTN
 from tests.toy import (
     TOY,
     BiasedAttention,
@@ -26,8 +28,6 @@ from tests.toy import (
     make_model,
     make_recipe,
 )
-
-ATTN = ["blocks.0.attn", "blocks.1.attn", "blocks.2.attn"]
 
 
 def inspect(model: nn.Module, **options: Any) -> Plan:
@@ -414,3 +414,17 @@ def test_a_patched_model_is_planned_anew_from_its_weights() -> None:
         module.score_bias for module in model.modules() if hasattr(module, "score_bias")
     ]
     assert model(make_input()).isfinite().all()
+
+
+def test_nan_in_a_term_of_the_recipe_is_found_too() -> None:
+    def with_a_broken_mask(site: Site) -> Description:
+        described = describe(site)
+        mask = torch.full((described.n, described.m), float("-inf")).triu(1)
+        mask[0, 0] = float("nan")
+        term = Dense(bias=mask.expand(described.num_heads, -1, -1))
+        return dataclasses.replace(described, exact_terms=(term,))
+
+    plan = inspect(make_model(), recipes=[make_recipe(describe=with_a_broken_mask)])
+    assert {site.status for site in plan.sites} == {"failed"}
+    assert all(site.not_finite and "dense holds NaN" in site.reason for site in plan.sites)
+    assert plan.to_json()["sites"][0]["not_finite"] is True

@@ -69,9 +69,12 @@ def test_the_config_says_so_and_others_can_read_it(folder: Path, tmp_path: Path)
     assert torch.equal(run(plain), run(bloom()))
 
 
+@pytest.mark.parametrize("size", ["50GB", "4KB"])  # one file, and shards, which are streamed
 def test_a_converted_folder_says_so_too_and_a_restored_one_no_longer(
-    folder: Path, tmp_path: Path
+    tmp_path: Path, size: str
 ) -> None:
+    folder = tmp_path / "original"
+    bloom().save_pretrained(folder, max_shard_size=size)
     before = (folder / "config.json").read_bytes()
     converted = convert_checkpoint(folder, tmp_path / "m").output
     assert converted is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -114,6 +115,31 @@ def test_waiting_for_a_turn_does_not_count_against_the_limit() -> None:
     nothing = truth.Truth(None, None, "none")
     row = measuring.measure_row(slow(0), "original", limited, nothing, lambda: time.sleep(1.2))
     assert row["status"] == "measured"
+
+
+def test_rows_that_get_ready_together_are_all_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = {"slow": slow(0), "broken": slow(0, RuntimeError("no")), "dead": slow(0)}
+    named = {name: dataclasses.replace(case, name=name) for name, case in cases.items()}
+    turns: list[str] = []
+
+    def in_turns(job: Any, calls: Any) -> Any:
+        for call in calls[:-1]:
+            job(*call, lambda name=call[0]: turns.append(name))
+        return calls[-1:]
+
+    monkeypatch.setattr(bench_models, "all_cases", lambda _: named)
+    monkeypatch.setattr(bench_models, "in_turns", in_turns)
+    options = argparse.Namespace(device="cpu", dtype="float32", repeats=1, limit_s=0.0, stop_s=0.0,
+                                 tiny=True, variants=None, together=3)  # fmt: skip
+    table = writing.Table(tmp_path / "rows.csv")
+    bench_models.run_together(list(named), options, table)
+    assert turns == ["slow", "broken"]  # each has its turn once, however it ends
+    told = {row["model"]: (row["status"], row["reason"]) for row in table.rows}
+    assert told["slow"][0] == "measured"
+    assert told["broken"][0] == "failed" and "no" in told["broken"][1]
+    assert told["dead"] == ("failed", "its process died")
 
 
 def test_blocks_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
