@@ -1,0 +1,114 @@
+"""Copies, moves and casts of a patched model: terms go along, and none is rounded."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from flashbias_convert import unpatch_model
+from flashbias_convert.errors import StaleTermsError
+from flashbias_convert.recipe import Description, Site
+from flashbias_convert.terms import Alibi, LowRank
+from tests.patching import attention, by_torch, change_table, patch, run
+from tests.support import assert_parity
+from tests.toy import BiasedAttention, describe, make_input, make_model, make_recipe
+
+# -- copies --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), by_torch]
+)
+def test_a_copy_is_patched_and_independent(duplicate: Any) -> None:
+    model = make_model()
+    patch(model, method="svd", energy=0.9)
+    expected = run(model)  # so that there are caches to copy
+    twin = duplicate(model)
+    assert type(attention(twin)) is type(attention(model))
+    assert torch.equal(run(twin), expected)
+    unpatch_model(twin)
+    assert type(attention(twin)) is BiasedAttention
+    assert torch.equal(run(model), expected)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, by_torch])
+def test_a_copy_of_a_stale_model_is_stale(duplicate: Any) -> None:
+    model = make_model()
+    patch(model)
+    change_table(model)
+    with pytest.raises(StaleTermsError):
+        run(duplicate(model))
+
+
+# -- moves and casts -----------------------------------------------------------------------
+
+
+def mixed_description(site: Site) -> Description:
+    """The bias as factors, a table of positions, and a dense part."""
+    own = describe(site)
+    assert own.bias is not None
+    terms = (
+        LowRank(phi_q=torch.randn(2, 36, 2), phi_k=torch.randn(2, 36, 2)),
+        Alibi(slopes=torch.tensor([0.3, 0.7]), pos_k=torch.arange(300, 336)),
+    )
+    return Description(own.bias, 2, 36, 36, 8, exact_terms=terms)
+
+
+MIXED = make_recipe(describe=mixed_description)
+
+
+@pytest.mark.parametrize(
+    ("cast", "dense"),
+    [
+        (lambda m: m.half(), torch.float16),
+        (lambda m: m.bfloat16(), torch.bfloat16),
+        (lambda m: m.double(), torch.float64),
+        (lambda m: m.to("cpu", torch.bfloat16), torch.bfloat16),
+        (lambda m: m.half().float(), torch.float32),
+    ],
+)
+def test_a_cast_rounds_no_factor_and_no_position(cast: Any, dense: torch.dtype) -> None:
+    model = make_model()
+    patch(model, recipes=[MIXED])
+    buffers = {k: v.clone() for k, v in attention(model).score_bias.named_buffers()}
+    cast(model)
+    after = dict(attention(model).score_bias.named_buffers())
+    assert after.keys() == buffers.keys()
+    assert after.pop("dense.bias").dtype == dense
+    for name, tensor in after.items():
+        assert tensor.dtype == buffers[name].dtype and torch.equal(tensor, buffers[name]), name
+    bias = attention(model).score_bias.bias
+    assert {t.dtype for _, t in bias.named_tensors()} >= {torch.float32, torch.int64, dense}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_cast_model_still_agrees_with_the_original(dtype: torch.dtype) -> None:
+    model = make_model()
+    patch(model, method="svd", energy=1.0)
+    model.to(dtype)
+    plain = copy.deepcopy(model)
+    unpatch_model(plain)
+    truth = run(copy.deepcopy(plain).double(), make_input().to(dtype).double())
+    x = make_input().to(dtype)
+    assert_parity(run(model, x), run(plain, x), truth)
+
+
+def test_a_move_to_another_device_takes_the_terms_along() -> None:
+    model = make_model()
+    patch(model, recipes=[MIXED])
+    model.to("meta")
+    for name, tensor in attention(model).score_bias.named_buffers():
+        assert tensor.is_meta, name
+    assert attention(model).score_bias.bias.device.type == "meta"
+
+
+def test_train_and_eval_reach_the_terms() -> None:
+    model = make_model()
+    patch(model)
+    assert not any(m.training for m in model.modules())
+    model.train()
+    assert all(m.training for m in model.modules())
