@@ -81,19 +81,23 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"q, k and v must share dtype and device, got q {q.dtype} on {q.device} "
                 f"and {name} {x.dtype} on {x.device}"
             )
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if q.shape[:-3] != k.shape[:-3] or k.shape[:-3] != v.shape[:-3]:
-        raise ValueError(f"q, k and v must have the same batch dimensions, got {shapes}")
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q and k must have the same head size, got {shapes}")
-    if k.shape[-2] != v.shape[-2]:
-        raise ValueError(f"k and v must have the same number of keys, got {shapes}")
-    if k.shape[-3] != v.shape[-3] or k.shape[-3] == 0 or q.shape[-3] % k.shape[-3]:
+    problem = _shapes_problem(tuple(q.shape), tuple(k.shape), tuple(v.shape))
+    if problem is not None:
         raise ValueError(
-            f"k and v need the same number of heads, one that divides the heads of q, got {shapes}"
+            f"{problem}, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         )
-    if k.shape[-2] == 0:
-        raise ValueError(f"there must be at least one key, got {shapes}")
+
+
+def _shapes_problem(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> str | None:
+    if q[:-3] != k[:-3] or k[:-3] != v[:-3]:
+        return "q, k and v must have the same batch dimensions"
+    if q[-1] != k[-1]:
+        return "q and k must have the same head size"
+    if k[-2] != v[-2]:
+        return "k and v must have the same number of keys"
+    if k[-3] != v[-3] or k[-3] == 0 or q[-3] % k[-3]:
+        return "k and v need the same number of heads, one that divides the heads of q"
+    return "there must be at least one key" if k[-2] == 0 else None
 
 
 def _check_scale(scale: Tensor, heads: int) -> Tensor:

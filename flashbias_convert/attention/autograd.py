@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .backward import Saved, attention_gradients, empty_gradient
-from .launch import launch, normalize_rows
+from .launch import launch
+from .normalize import normalize_rows
 from .packing import parse_spec
 from .registration import empty_output
 from .training_packing import rounded

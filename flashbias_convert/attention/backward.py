@@ -15,9 +15,10 @@ from torch import Tensor
 from .backward_launch import GroupCall, TooManyBatchDimensions, share
 from .backward_pairs import pair_gradients
 from .backward_rows import key_gradients, query_gradients
-from .launch import normalize_rows, on_device, padded
+from .launch_plan import on_device
+from .normalize import normalize_rows
 from .packing import parse_spec
-from .strides import TAILS, batch_entry
+from .strides import TAILS, batch_entry, padded
 from .training_packing import factor_gradients, rounded
 
 

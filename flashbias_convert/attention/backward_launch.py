@@ -14,9 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .launch import MAX_BATCH_DIMS, VECTOR_BYTES, padded, vector_rows
 from .packing import GroupSpec
-from .strides import TAILS, VECTORS, batch_strides, collapse_batch, own_strides
+from .strides import (
+    MAX_BATCH_DIMS,
+    TAILS,
+    VECTOR_BYTES,
+    VECTORS,
+    batch_strides,
+    collapse_batch,
+    own_strides,
+    padded,
+    vector_rows,
+)
 from .tuning import LaunchSettings, backward_settings
 
 #: Programs of one launch that keep a card busy; loops over the batch are cut to reach it.

@@ -7,8 +7,7 @@ from collections.abc import Collection
 from torch import Tensor
 
 from .backward_launch import GroupCall, kernel_arguments, kernel_constants, share
-from .launch import padded
-from .strides import TAILS
+from .strides import TAILS, padded
 
 #: Tensors whose gradients are sums over keys, and over queries.
 OF_QUERIES = (

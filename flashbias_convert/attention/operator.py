@@ -146,7 +146,7 @@ def triton_attention(
     score_bound: float | None = None,
 ) -> Tensor:
     """Attention by the Triton kernel, whose limits have been checked."""
-    from .registration import attention_op, normalize_keys
+    from .registration import attention_op
 
     start = args.query_start
     number, head_scale = _scales(q, args)
@@ -159,8 +159,6 @@ def triton_attention(
         packed = pack(placed, half=half, scale=fold)
     else:
         packed = bias.packed(half, fold)
-    if args.cosine:
-        k = normalize_keys(k)
     return attention_op(
         q,
         k,

@@ -1,22 +1,26 @@
 """The Triton kernel as a torch operator: `flashbias_convert::attention`.
 
 The operator takes flat tensors and a specification string, so that torch.compile, torch.export
-and CUDA graphs see one opaque call whose output shape they know.
+and CUDA graphs see one opaque call whose output shape they know. It is registered key by key and
+not with `torch.library.custom_op`, which spends more time in Python than all of a small call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .launch import launch, normalize_rows
+from .launch import launch
+from .normalize import normalize_rows
 from .packing import parse_spec
 
+_NAME = "flashbias_convert::attention"
 
-@torch.library.custom_op("flashbias_convert::attention", mutates_args=())
-def attention_op(
+
+def _attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -33,10 +37,13 @@ def attention_op(
 ) -> Tensor:
     """Attention by the Triton kernel. Arguments as made by `triton_attention`."""
     out = empty_output(q, v)
-    call = {"q": q, "k": k, "v": v, "o": out}
-    call |= {} if key_mask is None else {"key_mask": key_mask}
-    call |= {} if query_starts is None else {"starts": query_starts}
-    call |= {} if head_scale is None else {"scale": head_scale}
+    call = {"q": q, "k": normalize_rows(k) if cosine else k, "v": v, "o": out}
+    if key_mask is not None:
+        call["key_mask"] = key_mask
+    if query_starts is not None:
+        call["starts"] = query_starts
+    if head_scale is not None:
+        call["scale"] = head_scale
     first = 0
     for group in parse_spec(spec):
         last = first + len(group.tensors)
@@ -54,22 +61,6 @@ def attention_op(
     return out
 
 
-@attention_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
-    return empty_output(q, v)
-
-
-@torch.library.custom_op("flashbias_convert::normalize_keys", mutates_args=())
-def normalize_keys(k: Tensor) -> Tensor:
-    """Rows of k (*batch, H, M, D) scaled to unit length; half-precision rows become fp16."""
-    return normalize_rows(k)
-
-
-@normalize_keys.register_fake
-def _(k: Tensor) -> Tensor:
-    return k.new_empty(k.shape, dtype=k.dtype if k.dtype == torch.float32 else torch.float16)
-
-
 def empty_output(q: Tensor, v: Tensor) -> Tensor:
     """Uninitialised (*batch, H, N, Dv), laid out as (*batch, N, H, Dv).
 
@@ -77,3 +68,62 @@ def empty_output(q: Tensor, v: Tensor) -> Tensor:
     """
     *batch, heads, n, _ = q.shape
     return q.new_empty((*batch, n, heads, v.shape[-1])).transpose(-2, -3)
+
+
+def _without_values(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
+    return empty_output(q, v)
+
+
+# -- autograd --------------------------------------------------------------------------------------
+
+
+class _NoGradients(torch.autograd.Function):
+    """Calls the operator; a backward pass through it says that there is none."""
+
+    @staticmethod
+    def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: Tensor) -> Tensor:
+        return _below_autograd(arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            f"{_NAME} is for inference and has no gradients: call flashbias_attention with "
+            "gradients enabled, and it takes the operator that has them"
+        )
+
+
+def _below_autograd(arguments: tuple[Any, ...]) -> Tensor:
+    with torch._C._AutoDispatchBelowAutograd():
+        out: Tensor = attention_op(*arguments)
+    return out
+
+
+def _with_autograd(keys: torch._C.DispatchKeySet, *arguments: Any) -> Tensor:
+    """What every call outside of inference mode comes to first."""
+    q, k, v, bias_tensors, _, _, head_scale, *_ = arguments
+    if torch.is_grad_enabled():
+        tensors = [t for t in (q, k, v, head_scale, *bias_tensors) if t is not None]
+        if any(t.requires_grad for t in tensors):
+            out: Tensor = _NoGradients.apply(arguments, *tensors)
+            return out
+    # a trace and tensors that are no plain ones have more to come; for others that would be a
+    # second way through the dispatcher
+    if keys.has(_PYTHON) or keys.has(_FUNCTIONALIZE):
+        return _below_autograd(arguments)
+    return _attention(*arguments)
+
+
+_PYTHON = torch._C.DispatchKey.Python
+_FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
+
+_LIBRARY = torch.library.Library("flashbias_convert", "FRAGMENT")
+_LIBRARY.define(
+    "attention" + torch.library.infer_schema(_attention, mutates_args=()),
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
+_LIBRARY.impl("attention", _with_autograd, "Autograd", with_keyset=True)
+torch.library.register_fake(_NAME, _without_values, lib=_LIBRARY)
+
+#: the operator
+attention_op = torch.ops.flashbias_convert.attention.default

@@ -6,6 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+#: Batch dimensions that kernels can tell apart.
+MAX_BATCH_DIMS = 3
+#: Widest access of a thread, in bytes.
+VECTOR_BYTES = 16
+
 #: Tensors of a term or of the call -> how many dimensions follow their batch dimensions. The
 #: head dimension, where there is one, comes first among them.
 TAILS = {
@@ -110,3 +115,26 @@ def batch_entry(name: str, tensor: Tensor, dims: int, i: int) -> Tensor:
     if tensor.dim() - TAILS[name] < dims:
         return tensor
     return tensor[i if tensor.shape[0] > 1 else 0]
+
+
+def vector_rows(tensor: Tensor) -> bool:
+    """Whether every row starts at a multiple of a vector, if the tensor does.
+
+    Triton sees only whether a stride in elements is a multiple of 16. In a packed projection with
+    a head size of 40 or 72 that is true of rows but not of heads, and it would read single numbers.
+    """
+    *outer, last = tensor.stride()
+    return last == 1 and all(s * tensor.element_size() % VECTOR_BYTES == 0 for s in outer)
+
+
+def reach(tensor: Tensor) -> int:
+    """Largest offset within the last two dimensions, of which the kernel reads tiles."""
+    return sum(
+        (size - 1) * stride
+        for size, stride in zip(tensor.shape[-2:], tensor.stride()[-2:], strict=True)
+    )
+
+
+def padded(size: int) -> int:
+    """The power of two, at least 16, that a matrix product needs."""
+    return max(16, 1 << (size - 1).bit_length())

@@ -25,6 +25,7 @@ from flashbias_convert import ScoreBias
 from flashbias_convert.attention import (
     PreparedBias,
     launch,
+    normalize,
     triton_backward,
     triton_forward,
     triton_keys,
@@ -144,7 +145,7 @@ def compile_training(
 def compile_normalize_rows(x: Tensor) -> Compiled:
     """Compile what `normalize_rows(x)` would launch."""
     with _recording() as compiled:
-        launch.normalize_rows(x)
+        normalize.normalize_rows(x)
     (only,) = compiled
     return only
 
@@ -155,7 +156,8 @@ def _recording(with_forward: bool = True) -> Iterator[list[Compiled]]:
     attention = triton_forward.attention_kernel
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(driver, "_active", _AbsentCard()))
-        stack.enter_context(mock.patch.object(launch, "_PLANS", {}))
+        for module in (launch, normalize):
+            stack.enter_context(mock.patch.object(module, "_PLANS", {}))
         forward = _Recorder(attention, compiled if with_forward else None)
         stack.enter_context(mock.patch.object(launch, "_kernel", lambda: forward))
         for module, name in KERNELS:

@@ -92,8 +92,8 @@ def test_swinv2(method: str) -> None:
     model = patched(
         timm.create_model("swinv2_tiny_window8_256", **{**sizes, "window_size": 4}), method=method
     )
-    # the biases of q and v are joined as in the original; keys are normalised once
-    expected = {"addmm": 2, "cat": 1, "normalize_keys": 1}
+    # the biases of q and v are joined as in the original
+    expected = {"addmm": 2, "cat": 1}
     assert of_sites(model, image()) == [expected] * 2  # with a mask and without
 
 
