@@ -64,9 +64,14 @@ class PairAttention(PatchedAttention):
     def _is_fitted(self) -> bool:
         return FactorNetworks.kind in self.score_bias.builder_modules()
 
-    def attend(self, call: PairCall) -> Tensor:
-        """Attention with the bias of this call, shape (*batch, H, N, Dv)."""
-        kwargs: dict[str, Any] = {"scale": call.scale, "key_mask": call.key_mask}
+    def attend(self, call: PairCall, gate: Tensor | None = None) -> Tensor:
+        """Attention with the bias of this call, shape (*batch, H, N, Dv).
+
+        Args:
+            call: what it attends with.
+            gate: the result is multiplied by the sigmoid of it; shape (*batch, H, N, Dv).
+        """
+        kwargs: dict[str, Any] = {"scale": call.scale, "key_mask": call.key_mask, "gate": gate}
         if self._is_fitted():
             x = call.features()
             built = {FactorNetworks.kind: {"x_q": x, "x_k": x}}
@@ -79,6 +84,22 @@ class PairAttention(PatchedAttention):
             return flashbias_attention(call.q, call.k, call.v, prepared, backend=backend, **kwargs)
         built = {"dense": {"bias": call.bias()}}
         return self.score_bias(call.q, call.k, call.v, built=built, **kwargs)
+
+
+def gate_of(attention: Any, x: Tensor) -> Tensor | None:
+    """What the sigmoid is taken of in the gate of OpenFold's `Attention`.
+
+    Args:
+        attention: the module; without a gate its `linear_g` is None.
+        x: input of the queries, shape (*, N, C).
+
+    Returns:
+        Tensor of shape (*, H, N, D), or None.
+    """
+    if attention.linear_g is None:
+        return None
+    logits: Tensor = attention.linear_g(x)
+    return logits.unflatten(-1, (attention.no_heads, -1)).transpose(-2, -3)
 
 
 def described(heads: int, tokens: int | None, head_dim: int) -> Description:

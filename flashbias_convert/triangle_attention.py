@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .pair_attention import PairAttention, PairCall, described
+from .pair_attention import PairAttention, PairCall, described, gate_of
 from .pair_features import pair_features
 from .recipe import Description, Observed, Site
 
@@ -37,8 +37,8 @@ class TriangleAttention(PairAttention):
         self, x: Tensor, mask: Tensor | None = None, *_: Any, **__: Any
     ) -> Tensor:
         normed, call = triangle_call(self, x, mask)
-        out = self.attend(call).transpose(-2, -3)  # (*, I, J, H, D)
-        merged: Tensor = self.mha._wrap_up(out, normed)  # type: ignore[operator]
+        out = self.attend(call, gate_of(self.mha, normed))  # (*, I, H, J, D)
+        merged: Tensor = self.mha.linear_o(out.transpose(-2, -3).flatten(-2))  # type: ignore[operator]
         return merged if self.starting else merged.transpose(-2, -3)
 
 

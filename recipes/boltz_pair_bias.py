@@ -31,9 +31,9 @@ class BoltzAttentionPairBias(PairAttention):
     def flashbias_forward(self, *args: Any, **kwargs: Any) -> Tensor:
         arguments = bound_arguments(self.original_class.forward, self, args, kwargs)
         normed, call = pair_bias_call(self, arguments)
-        out = self.attend(call)  # (B, samples, H, N, D)
-        out = out.flatten(0, 1).transpose(1, 2).flatten(2)
-        return self.proj_o(self.proj_g(normed).sigmoid() * out)
+        gate = self.proj_g(normed).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        out = self.attend(call, gate.unflatten(0, call.q.shape[:2]))  # (B, samples, H, N, D)
+        return self.proj_o(out.flatten(0, 1).transpose(1, 2).flatten(2))
 
 
 def pair_bias_call(module: Any, arguments: Mapping[str, Any]) -> tuple[Tensor, PairCall]:

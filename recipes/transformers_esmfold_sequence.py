@@ -38,10 +38,11 @@ class EsmFoldSelfAttention(PairAttention):
         if bias is None:
             original: tuple[Tensor, Tensor] = self.original_forward(x, mask, bias, indices)
             return original
-        out = self.attend(sequence_call(self, x, mask, bias)).transpose(-2, -3).flatten(-2)
+        gate = None
         if self.gated:
-            out = self.g_proj(x).sigmoid() * out
-        return self.o_proj(out), None
+            gate = self.g_proj(x).unflatten(-1, (self.num_heads, -1)).transpose(-2, -3)
+        out = self.attend(sequence_call(self, x, mask, bias), gate)
+        return self.o_proj(out.transpose(-2, -3).flatten(-2)), None
 
 
 def sequence_call(module: Any, x: Tensor, mask: Tensor | None, bias: Tensor) -> PairCall:

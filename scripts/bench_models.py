@@ -10,10 +10,11 @@ dense matrix, made once; "flex-alibi" computes ALiBi inside FlexAttention. "ours
 package decides, "exact" keeps every bit of the bias.
 
 Weights are random; position biases are drawn from the trained examples where there are some. Times
-are those of CUDA events around calls, after a write that flushes the cache. Memory is the peak of a
-call beyond weights and inputs, with everything that is kept of biases. Errors are those of the
-first sample's outputs against the original in float32, with the same weights; "rounding" is the
-original's own in the same dtype. "graphs" and "graph_breaks" tell how a row was compiled.
+are those of CUDA events around calls, after a write that flushes the cache; "replay_ms" is that of
+a compiled model recorded as a CUDA graph: what its kernels take without the host. Memory is the
+peak of a call beyond weights and inputs, with everything that is kept of biases. Errors are those
+of the first sample's outputs against the original in float32, with the same weights; "rounding" is
+the original's own in the same dtype. "graphs" and "graph_breaks" tell how a row was compiled.
 
 Rows are written one by one. What fails or takes longer than --limit-s is a row with its reason;
 after --stop-s no row is begun. --resume keeps the rows of the file and adds those that it lacks.

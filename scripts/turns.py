@@ -7,6 +7,7 @@ clock, and a process of its own keeps what a peer does to its card from the othe
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,6 +43,9 @@ def in_turns(
     context = multiprocessing.get_context("spawn")
     started = time.monotonic()
     waiting = []
+    # all of them compile: none shall think that the machine's cores are its own
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     for arguments in calls:
         ready, turn = context.Event(), context.Event()
         process = context.Process(target=_run, args=(job, arguments, ready, turn))

@@ -20,6 +20,7 @@ class AttentionArguments:
         query_start: position of the first query among the keys, an int or a tensor over batch.
         key_mask: boolean (*batch, M), True = attend.
         cosine: normalise the rows of q and k first.
+        gate: the output is multiplied by its sigmoid; (*batch, H, N, Dv) or broadcastable.
     """
 
     scale: float | Tensor
@@ -27,6 +28,7 @@ class AttentionArguments:
     query_start: int | Tensor
     key_mask: Tensor | None
     cosine: bool
+    gate: Tensor | None = None
 
     def scale_for_heads(self, q: Tensor, dtype: torch.dtype) -> float | Tensor:
         """The scale in a shape that multiplies scores (*batch, H, N, M)."""
@@ -45,6 +47,7 @@ def check_arguments(
     query_start: int | Tensor | None,
     key_mask: Tensor | None,
     cosine: bool,
+    gate: Tensor | None = None,
 ) -> AttentionArguments:
     """Check a call and fill in its defaults. Reads shapes and dtypes only, never values.
 
@@ -67,7 +70,9 @@ def check_arguments(
         query_start = m - n
     elif isinstance(query_start, Tensor):
         _check_query_start(query_start, batch)
-    return AttentionArguments(scale, causal, query_start, key_mask, cosine)
+    if gate is not None:
+        _check_gate(gate, q, (*q.shape[:-1], v.shape[-1]))
+    return AttentionArguments(scale, causal, query_start, key_mask, cosine, gate)
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -124,6 +129,18 @@ def _check_query_start(start: Tensor, batch: tuple[int, ...]) -> None:
         raise ValueError(
             f"query_start must be an integer, or integers that broadcast to the batch {batch}, "
             f"got {start.dtype} of shape {tuple(start.shape)}"
+        )
+
+
+def _check_gate(gate: Tensor, q: Tensor, output: tuple[int, ...]) -> None:
+    if not gate.is_floating_point() or gate.device != q.device:
+        raise TypeError(
+            f"gate must be of floating point on {q.device}, got {gate.dtype} on {gate.device}"
+        )
+    if gate.dim() < 3 or not broadcasts(tuple(gate.shape), output):
+        raise ValueError(
+            f"gate must have shape (*batch, H, N, Dv) = {output} or broadcast to it, "
+            f"got {tuple(gate.shape)}"
         )
 
 

@@ -60,6 +60,7 @@ def wants_gradients(
     if not torch.is_grad_enabled():
         return False
     scale = isinstance(args.scale, Tensor) and args.scale.requires_grad
+    scale = scale or (args.gate is not None and args.gate.requires_grad)
     asks = q.requires_grad or k.requires_grad or v.requires_grad or scale
     return asks or (bias is not None and bias.requires_grad)
 

@@ -79,7 +79,7 @@ def launch(
         spec: the group.
         tensors: q (*batch, H, N, D), k (*batch, Hkv, M, D), v (*batch, Hkv, M, Dv) and
             o (*batch, H, N, Dv) with any strides, the group's tensors by name, and `key_mask`,
-            `starts` and `scale` (H,) where present. Batch dimensions broadcast.
+            `starts`, `scale` (H,) and `gate` (like o) where present. Batch dimensions broadcast.
         scale: used unless `tensors` has one per head.
         causal, query_start, cosine: see `flashbias_attention`.
         bounded: no score is so large that its exponential overflows, or so small that a row's

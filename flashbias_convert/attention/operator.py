@@ -35,6 +35,7 @@ def flashbias_attention(
     cosine: bool = False,
     score_bound: float | None = None,
     score_scale: LowRank | None = None,
+    gate: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """softmax(scale * q k^T + bias) v, the bias being a sum of terms (FlashBias, section 3).
@@ -64,6 +65,8 @@ def flashbias_attention(
             rank sqrt(102400 / D^2 + 1), 5 for D = 64, this would move more memory than the matrix
             b, and is refused (FlashBias, appendix "Extension to Multiplicative Bias"); the kernels
             take R D up to 256.
+        gate: multiplies the output by its sigmoid, as AlphaFold does; shape (*batch, H, N, Dv) or
+            broadcastable, any strides. The inference kernel does so before it rounds and writes.
         backend: "triton" (the kernels, forward and backward), "sdpa" (factors concatenated on
             torch's attention, differentiable), "eager" (the reference), or "auto": the kernels
             where they can run, else sdpa with a warning once per reason.
@@ -95,6 +98,7 @@ def flashbias_attention(
         query_start=query_start,
         key_mask=key_mask,
         cosine=cosine,
+        gate=gate,
     )
     if prepared is not None:
         prepared.check_fits(tuple(q.shape[:-3]), q.shape[-3], q.shape[-2], k.shape[-2])
@@ -105,13 +109,13 @@ def flashbias_attention(
             q, k, v, args = repeat_channels(q, k, v, score_scale, args)
     if eager:
         reference = partial(eager_attention, score_scale=score_scale)
-        return _without_autocast(reference, q, k, v, terms, args)
+        return gated(_without_autocast(reference, q, k, v, terms, args), gate)
     if backend == "sdpa":
-        return _without_autocast(sdpa_attention, q, k, v, terms, args)
+        return gated(_without_autocast(sdpa_attention, q, k, v, terms, args), gate)
     training = wants_gradients(q, k, v, prepared, args)
     problem = device_problem(q.device) or call_problem(q, v, prepared, training)
     if problem is None and training:
-        return training_attention(q, k, v, prepared, args)
+        return gated(training_attention(q, k, v, prepared, args), gate)
     if problem is None:
         return triton_attention(q, k, v, prepared, args, score_bound)
     if backend == "triton":
@@ -119,7 +123,12 @@ def flashbias_attention(
             f"the triton backend cannot run this call: {problem}", "use backend='auto'"
         )
     warn_once(problem)
-    return _without_autocast(sdpa_attention, q, k, v, terms, args)
+    return gated(_without_autocast(sdpa_attention, q, k, v, terms, args), gate)
+
+
+def gated(out: Tensor, gate: Tensor | None) -> Tensor:
+    """An output times the sigmoid of its gate, in its dtype."""
+    return out if gate is None else out * gate.sigmoid().to(out.dtype)
 
 
 def _without_autocast(
@@ -173,6 +182,7 @@ def triton_attention(
         args.causal,
         args.cosine,
         _is_bounded(score_bound, v.dtype, args.key_mask),
+        None if args.gate is None else args.gate.expand(*q.shape[:-1], v.shape[-1]),
     )
 
 

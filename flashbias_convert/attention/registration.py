@@ -34,6 +34,7 @@ def _attention(
     causal: bool,
     cosine: bool,
     bounded: bool,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """Attention by the Triton kernel. Arguments as made by `triton_attention`."""
     out = empty_output(q, v)
@@ -44,6 +45,8 @@ def _attention(
         call["starts"] = query_starts
     if head_scale is not None:
         call["scale"] = head_scale
+    if gate is not None:
+        call["gate"] = gate
     first = 0
     for group in parse_spec(spec):
         last = first + len(group.tensors)
@@ -100,9 +103,9 @@ def _below_autograd(arguments: tuple[Any, ...]) -> Tensor:
 
 def _with_autograd(keys: torch._C.DispatchKeySet, *arguments: Any) -> Tensor:
     """What every call outside of inference mode comes to first."""
-    q, k, v, bias_tensors, _, _, head_scale, *_ = arguments
     if torch.is_grad_enabled():
-        tensors = [t for t in (q, k, v, head_scale, *bias_tensors) if t is not None]
+        given = (*arguments, *arguments[3])  # the fourth is a list of tensors
+        tensors = [t for t in given if isinstance(t, Tensor)]
         if any(t.requires_grad for t in tensors):
             out: Tensor = _NoGradients.apply(arguments, *tensors)
             return out

@@ -18,6 +18,7 @@ TAILS = {
     "k": 3,
     "v": 3,
     "o": 3,
+    "gate": 3,
     "key_mask": 1,
     "starts": 0,
     "phi_q": 3,

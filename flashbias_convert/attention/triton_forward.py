@@ -81,7 +81,7 @@ def attention_kernel(
     lookup_code_ptr, lookup_code_strides,
     rel_h_ptr, rel_h_strides, rel_w_ptr, rel_w_strides, axial_rows_ptr, axial_rows_strides,
     axial_y_ptr, axial_x_ptr,
-    lse_ptr, lse_strides,
+    lse_ptr, lse_strides, gate_ptr, gate_strides,
     region_value, batch_1, batch_2, G, kv_group, N, M,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     COLUMNS: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
@@ -412,6 +412,14 @@ def attention_kernel(
 
     # a row without any visible key gives zeros
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if gate_ptr is not None:
+        gate_ptr = _at(gate_ptr, gate_strides, b0, b1, b2) + h.to(tl.int64) * gate_strides[3]
+        gate = tl.load(
+            gate_ptr + safe_m[:, None] * gate_strides[4] + offs_dv[None, :] * gate_strides[5],
+            mask=in_rows[:, None] & (offs_dv[None, :] < DV),
+            other=0.0,
+        )  # (BM, BLOCK_DV)
+        acc = acc / (1.0 + tl.exp(-gate.to(tl.float32)))
     o_ptr = _at(o_ptr, o_strides, b0, b1, b2) + h.to(tl.int64) * o_strides[3]
     tl.store(
         o_ptr + safe_m[:, None] * o_strides[4] + offs_dv[None, :] * o_strides[5],

@@ -48,7 +48,7 @@ class Variant:
         terms: builds the terms of the bias.
         sizes: other sizes, see `Inputs`.
         options: arguments of the call; `masked` stands for a key mask, `placed` for a start per
-            batch entry, `head_scales` for a scale per head.
+            batch entry, `head_scales` for a scale per head, `gated` for a gate of the output.
     """
 
     dtype: torch.dtype
@@ -70,6 +70,8 @@ class Variant:
             call["query_start"] = torch.zeros(x.q.shape[:-3], dtype=torch.int64)
         if "head_scales" in self.options:
             call["scale"] = torch.ones(x.heads)
+        if "gated" in self.options:
+            call["gate"] = torch.ones_like(x.q)
         return compile_attention(x.q, x.k, x.v, self.bias(x), **call)
 
     def bias(self, x: Inputs) -> ScoreBias | None:
@@ -97,6 +99,7 @@ VARIANTS = {
     "bf16-window-rank1-regions": Variant(
         BF16, 49, 24, lambda x: [x.low_rank(1), x.regions((2,))], {}, ("cosine", "head_scales")
     ),
+    "bf16-triangle-gated": Variant(BF16, 77, 32, lambda x: [x.dense()], {}, ("masked", "gated")),
     "fp16-key_bias-rows": Variant(FP16, 63, 30, lambda x: [x.rows(x.key_bias())], {}, ("masked",)),
     "bf16-relative_table": Variant(BF16, 113, 40, lambda x: [x.table()], {}, ("causal",)),
     "fp16-rank17-unsplit": Variant(FP16, 144, 72, lambda x: [x.low_rank(17, split=0)]),
