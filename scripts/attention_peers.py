@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from attention_shapes import Shape
+from optional_peers import optional_peers
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -32,6 +33,8 @@ from flashbias_convert.benchmark.peers import (
 Call = Callable[[], Tensor]
 MakeDense = Callable[[AttentionCall], Tensor]
 NO_BIAS = (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION))
+#: without CUDA graphs, which would copy inputs and are what calls are timed in anyway
+MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
 DENSE = (("efficient", SDPBackend.EFFICIENT_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION))
 
 
@@ -51,11 +54,11 @@ class Peer:
 
 
 def peers(shape: Shape, q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias | None,
-          kernel: ModuleType | None = None, dense: MakeDense = dense_mask
+          kernel: ModuleType | None = None, dense: MakeDense = dense_mask, tuned: bool = False
           ) -> Iterator[Peer]:  # fmt: skip
     """All peers that can compute a shape; q, k and v are (*batch, H, N, D).
 
-    `dense` makes the dense bias of a call.
+    `dense` makes the dense bias of a call; `tuned`: FlexAttention with max-autotune, too.
     """
     call = _call(shape, q, k, v, bias)
     prepared = None if bias is None else PreparedBias(bias)
@@ -68,12 +71,14 @@ def peers(shape: Shape, q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias | None,
     for name, backend in DENSE:
         yield Peer(f"{name}, dense", lambda b=backend: _sdpa(call, b, dense(call)))
     yield Peer("flex, dense", lambda: _flex_dense(call, dense))
+    if tuned:
+        yield Peer("flex, dense, tuned", lambda: _flex_dense(call, dense, MAX_AUTOTUNE))
     if len(bias.terms) == 1 and isinstance(bias.terms[0], (Alibi, RelativeTable)):
         yield Peer("flex, closed form", lambda: _flex_closed(call, bias.terms[0]))
     if kernel is not None and not shape.options and len(shape.batch) == 1:
         yield Peer(kernel.__name__, lambda: _foreign(kernel, q, k, v, bias))
-    if importlib.util.find_spec("flash_attn") and isinstance(bias.terms[0], Alibi):
-        yield Peer("flash-attn, alibi", lambda: _flash_attn(call, bias.terms[0]))
+    for other in optional_peers(call, dense):
+        yield Peer(other.name, other.make)
 
 
 def load_kernel(path: Path) -> ModuleType:
@@ -108,13 +113,13 @@ def _sdpa(call: AttentionCall, backend: SDPBackend, mask: Tensor | None) -> Call
 
 
 @cache
-def _flex() -> Flex:
-    return Flex()
+def _flex(mode: str | None) -> Flex:
+    return Flex(mode)
 
 
-def _flex_dense(call: AttentionCall, dense: MakeDense) -> Call:
+def _flex_dense(call: AttentionCall, dense: MakeDense, mode: str | None = None) -> Call:
     without = replace(call, args=replace(call.args, causal=False))  # it has a mask of its own
-    attend = flex_attention(call, dense(without), _flex())
+    attend = flex_attention(call, dense(without), _flex(mode))
     return lambda: attend(call.q, call.k, call.v)
 
 
@@ -157,18 +162,3 @@ def _foreign(kernel: ModuleType, q: Tensor, k: Tensor, v: Tensor, bias: ScoreBia
     pq = (term.phi_q * math.log2(math.e)).half()[None]
     pk = term.phi_k.half()[None]
     return lambda: kernel.attn(q, k, v, pq, pk)
-
-
-def _flash_attn(call: AttentionCall, term: Alibi) -> Call:
-    from flash_attn import flash_attn_func  # type: ignore[import-not-found]
-
-    q, k, v = (x.flatten(0, -4).transpose(1, 2) for x in (call.q, call.k, call.v))
-    slopes = term.slopes.float()
-
-    def run() -> Tensor:
-        out = flash_attn_func(
-            q, k, v, softmax_scale=call.args.scale, causal=call.args.causal, alibi_slopes=slopes
-        )
-        return out.transpose(1, 2).reshape(*call.batch, *out.transpose(1, 2).shape[-3:])
-
-    return run

@@ -1,10 +1,12 @@
 """Time our operator beside its peers, in one run on one card.
 
-python scripts/bench_attention.py [--kernel FILE.py] [--shapes NAME ...] [--output FILE.csv]
+python scripts/bench_attention.py [--kernel FILE.py] [--shapes NAME ...] [--tuned] [--output FILE]
 
 Peers, where they can compute the shape: torch SDPA without a bias (flash, cuDNN), with the dense
 bias (memory-efficient, cuDNN), compiled FlexAttention with the dense bias and with the closed form
-of ALiBi and of relative tables, flash-attn with ALiBi slopes where it is installed, our sdpa path
+of ALiBi and of relative tables, FlexAttention with max-autotune (`--tuned`, which takes minutes),
+where they are installed flash-attn with ALiBi slopes, xFormers with the dense bias and
+cuEquivariance's triangle attention, our sdpa path
 (the paper's concatenation), and a kernel from a file that defines `attn(q, k, v, pq, pk)` with
 factors in base 2. Every result is compared with float64 on a slice; a peer that is off by more than
 `WRONG` is marked, and no ratio is made with it. `median_ms` is time on the card (CUDA graph
@@ -149,14 +151,14 @@ def machine() -> dict[str, str]:
     return {"card": torch.cuda.get_device_name(), **versions}
 
 
-def bench_shape(name: str, kernel_file: Path | None, output: Path, wait: Wait) -> None:
+def bench_shape(name: str, kernel_file: Path | None, tuned: bool, output: Path, wait: Wait) -> None:
     """Measure all peers on one shape; append rows to `output`."""
     kernel = None if kernel_file is None else load_kernel(kernel_file)
     shape = SHAPES[name]
     torch.manual_seed(0)
     q, k, v = shape.inputs(torch.bfloat16, DEVICE)
     bias = None if shape.bias is None else shape.bias(shape, DEVICE)
-    all_peers = list(peers(shape, q, k, v, bias, kernel))
+    all_peers = list(peers(shape, q, k, v, bias, kernel, tuned=tuned))
     found = [ready(peer, shape, q, k, v, bias) for peer in all_peers]
     torch.cuda.empty_cache()
     torch.cuda.synchronize()
@@ -196,6 +198,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kernel", type=Path, help="a Python file with attn(q, k, v, pq, pk)")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
+    parser.add_argument("--tuned", action="store_true", help="FlexAttention tuned, too")
     parser.add_argument("--together", type=int, default=10, help="shapes that get ready at a time")
     parser.add_argument("--stop-s", type=float, default=math.inf, help="begin no shape after")
     parser.add_argument("--resume", action="store_true", help="keep the shapes of the output")
@@ -204,7 +207,7 @@ def main() -> None:
     started = time.monotonic()
     for names in waves(_left(options), options.together):
         left = options.stop_s - (time.monotonic() - started)
-        calls = [(name, options.kernel, options.output) for name in names]
+        calls = [(name, options.kernel, options.tuned, options.output) for name in names]
         lost = calls if left < 0 else in_turns(bench_shape, calls, seconds=left)
         for name, *_ in lost:
             print(f"{name}: not measured")

@@ -111,10 +111,14 @@ def flex_attention(call: AttentionCall, bias: Tensor, run: Flex) -> Attention:
 
 
 class Flex:
-    """FlexAttention, compiled: else it would compute the whole matrix of scores."""
+    """FlexAttention, compiled: else it would compute the whole matrix of scores.
 
-    def __init__(self) -> None:
-        self.attend: Any = torch.compile(_flex, dynamic=False)
+    Args:
+        mode: of torch.compile.
+    """
+
+    def __init__(self, mode: str | None = None) -> None:
+        self.attend: Any = torch.compile(_flex, dynamic=False, mode=mode)
         self._scaled: Any = torch.compile(scaled, dynamic=False)
 
     def scaled(
