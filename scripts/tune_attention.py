@@ -29,6 +29,14 @@ ALL = SHAPES | SHORT
 
 def candidates(name: str, quick: bool) -> list[LaunchSettings]:
     """Settings worth trying for a shape."""
+    if (ALL[name].queries or ALL[name].n) <= 16:
+        return [
+            LaunchSettings(16, n, warps, depth)
+            for n in (32, 64, 128, 256)
+            for warps in (1, 2, 4, 8)
+            for depth in (2, 3, 4, 5)
+            if n * depth <= 768 and n >= 16 * warps
+        ]
     wide = ALL[name].d > 64
     tiles = [(64, 64, 4, (96, 128)), (128, 64, 4, (168, None)), (128, 64, 8, (128,))]
     if wide:
