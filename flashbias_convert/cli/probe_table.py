@@ -55,6 +55,13 @@ def _short(size: int) -> str:
     return f"{size:.3g} GB"
 
 
+def _recipe(site: SiteProbe) -> str:
+    """Its name; a note says why a site is refused."""
+    if site.recipe or site.kind in FREE:
+        return site.recipe or ""
+    return "refused" if site.refused else "none"
+
+
 _COLUMNS = (
     _Column("site", lambda s: _name(s)),
     _Column("N", _size, number=True),
@@ -66,7 +73,7 @@ _COLUMNS = (
     _Column("rank\nmean/max", _ranks, number=True, from_width=80),
     _Column("attn\nerror", _error, number=True, from_width=100),
     _Column("bias of a call\nnow -> terms", _bytes, number=True, from_width=100),
-    _Column("recipe", lambda s: s[0].recipe or ("" if s[0].kind in FREE else "none"), False, 80),
+    _Column("recipe", lambda s: _recipe(s[0]), from_width=80),
 )
 
 

@@ -42,7 +42,7 @@ def plan_site(match: Match, options: DecomposeOptions, against: str | None) -> S
     plan = SitePlan(site.name, recipe.name, "left alone", against or "", warnings=cautions(match))
     if against is not None:
         return plan
-    reason = refusal(site.module) or _own_forward(site.module, recipe) or _no_owner(match)
+    reason = _in_the_way(match)
     if reason is not None:
         return replace(plan, status="unsupported", reason=reason)
     _refuse_meta(site)
@@ -62,6 +62,26 @@ def plan_site(match: Match, options: DecomposeOptions, against: str | None) -> S
     except Exception as error:  # one broken site must not stop the others
         logger.debug("site %s failed", site.name, exc_info=True)
         return replace(plan, status="failed", reason=f"{type(error).__name__}: {error}")
+
+
+def reason_against(match: Match) -> str | None:
+    """Why a site would not be converted, whatever the options; None if it could be."""
+    reason = _in_the_way(match)
+    if reason is not None:
+        return reason
+    try:
+        match.recipe.describe(match.site)
+    except (LeftAlone, UnsupportedSite, FlashBiasError) as error:
+        return str(error)
+    except Exception as error:  # as in a plan
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _in_the_way(match: Match) -> str | None:
+    """Why a site cannot be patched, whatever its bias is."""
+    module = match.site.module
+    return refusal(module) or _own_forward(module, match.recipe) or _no_owner(match)
 
 
 def _own_forward(module: nn.Module, recipe: Recipe) -> str | None:

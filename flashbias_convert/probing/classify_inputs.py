@@ -59,7 +59,7 @@ def of_input(
         return finding(kind, where + of, "axial from a builder", size * entries)
     if depends is not None:
         return finding(kind, of[2:], "dense from a builder", found[0][:, :1].numel() * heads * size)
-    count = distinct_values(samples, never, tolerance)
+    count = distinct_values(some[0], some[1], never, tolerance)
     if count is not None:
         detail = f"a table of {count} values, the same for every input, looked up for each pair"
         return finding(kind, detail, "lookup from a builder", 4 * (heads * count + batch * n * m))

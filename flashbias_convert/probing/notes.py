@@ -42,6 +42,10 @@ def notes_of(
         notes.append(f"between product and softmax: {what}; the bias is what this left over")
     if site.calls > 1:
         notes.append(f"runs {site.calls} times in one pass; the first was looked at")
+    if site.refused:
+        notes.append(f"not converted, says the recipe {site.refused}")
+    elif site.recipe_site is not None and site.recipe_site != site.name:
+        notes.append(f"{site.recipe} replaces {site.recipe_site or 'the model'}, with this in it")
     if site.kind not in FREE and max(site.n, site.m) < SHORTEST_N:
         notes.append(f"fewer than {SHORTEST_N} queries and keys do not get faster")
     return tuple(notes), causal

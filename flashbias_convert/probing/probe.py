@@ -20,10 +20,11 @@ from .calls import AttentionCall
 from .changed import alike, changed
 from .classify import classify
 from .finding import Finding
+from .known import known_of
 from .masks import Separated, separate
 from .module_path import evaluating
 from .notes import notes_of, shared_notes
-from .report import Probe, SiteProbe
+from .report import FREE, Probe, SiteProbe
 from .run import Run
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ def _site(
     calls = (runs[0].calls[name], runs[1].calls[name])
     call = calls[0]
     parts, found = _found_out(name, calls, energy)
-    recipe = registry.find(module)
+    known = known_of(model, site, registry, call.m, biased=found.kind not in FREE)
     cells = 0 if found.bias is None else len(found.bias) * call.heads * call.n * call.m
     done = SiteProbe(
         site=name,
@@ -127,7 +128,9 @@ def _site(
         attention_errors=None if found.fit is None else found.fit.attention_errors,
         dense_bytes=cells * (0 if found.bias is None else found.bias.element_size()),
         term_bytes=found.term_bytes,
-        recipe=recipe.name if recipe is not None and recipe.converts else None,
+        recipe=known.recipe,
+        recipe_site=known.recipe_site,
+        refused=known.refused,
         calls=max(1, runs[0].starts.get(site, 1)),
         bias=found.bias,
         terms=found.terms,

@@ -20,7 +20,7 @@ from .code_text import (
     snake,
     wrapped,
 )
-from .report import FREE, MEANING, Probe, SiteProbe
+from .report import MEANING, Probe, SiteProbe
 from .sources import BiasSource, find_source
 
 #: what a human has to decide, by kind
@@ -44,7 +44,7 @@ _GUIDANCE = {
 def recipe_text(probe: Probe, model: nn.Module) -> tuple[str, str]:
     """A Python file that defines `recipe`, and the class that it is about.
 
-    The class is the one with most biased sites among those without a recipe. `describe` is complete
+    The class is the one with most biased sites among those that no recipe knows. `describe` is complete
     where the bias was found among the module's own tensors; whatever a human must decide raises
     NotImplementedError and says what is missing, so that a plan shows it as a failed site.
 
@@ -53,13 +53,16 @@ def recipe_text(probe: Probe, model: nn.Module) -> tuple[str, str]:
         model: the same model.
 
     Raises:
-        UsageError: there is no biased site without a recipe.
+        UsageError: there is no biased site without a recipe; one that refuses it counts, too.
     """
-    open_sites = [s for s in probe.sites if s.kind not in FREE and s.recipe is None]
+    open_sites = [s for s in probe.biased if s.recipe is None and not s.refused]
     if not open_sites:
+        reasons = dict.fromkeys(s.refused for s in probe.biased if s.refused)
         raise UsageError(
             "there is no biased attention without a recipe, so there is none to write",
-            "convert the model, or look at its sites without --write-recipe",
+            "not converted, says the recipe " + "; ".join(reasons)
+            if reasons
+            else "convert the model, or look at its sites without --write-recipe",
         )
     chosen = Counter(site.module_class for site in open_sites).most_common(1)[0][0]
     sites = [site for site in open_sites if site.module_class == chosen]

@@ -60,7 +60,9 @@ class SiteProbe:
         attention_errors: per head, what the softmax loses with these ranks, in [0, 1].
         dense_bytes: the bias of one call, written out.
         term_bytes: the terms for the same call.
-        recipe: name of the recipe that converts this class, if there is one.
+        recipe: name of the recipe that converts it, if there is one.
+        recipe_site: name of the module that this recipe replaces: the site's, or one above.
+        refused: why a recipe that knows it does not convert it, after the name of the recipe; "".
         calls: how often the module ran in one forward pass of the model.
         notes: what a user should know, one sentence each.
         bias: shape (b, H, N, M), without masks, in the model's dtype; of the first input where it
@@ -86,6 +88,8 @@ class SiteProbe:
     dense_bytes: int = 0
     term_bytes: int = 0
     recipe: str | None = None
+    recipe_site: str | None = None
+    refused: str = ""
     calls: int = 1
     notes: tuple[str, ...] = ()
     bias: Tensor | None = field(default=None, repr=False, compare=False)

@@ -16,7 +16,7 @@ from tests.pangu import make as make_pangu
 
 #: parts of the names of parameters that make biases: at initialisation they are zero, or small
 _BIASES = (
-    "bias_table", "bias_mlp", "cpb_mlp", "rel_attn", "rel_embed", "rel_pos",
+    "attention_biases", "bias_table", "bias_mlp", "cpb_mlp", "rel_attn", "rel_embed", "rel_pos",
     "relative_attention_bias",
 )  # fmt: skip
 _IMAGE = {"img_size": 32, "embed_dim": 16, "num_classes": 3}
@@ -173,6 +173,47 @@ def swin_of_transformers() -> Made:
     sizes = {"image_size": 32, "patch_size": 4, "embed_dim": 16, "window_size": 4}
     layers = {"depths": [2], "num_heads": [2]}
     return hugging_face("SwinConfig", "SwinModel", images, **sizes, **layers)
+
+
+@made
+def beit_of_transformers() -> Made:
+    images = {"pixel_values": normal(2, 3, 32, 32)}
+    sizes = {"image_size": 32, "patch_size": 8, "hidden_size": 16, "intermediate_size": 16}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2}
+    options = {**sizes, **layers, "use_relative_position_bias": True}
+    return hugging_face("BeitConfig", "BeitModel", images, **options)
+
+
+@made
+def esmfold() -> Made:
+    """Triangles of 12 residues in 3 structures: 36 rows with the bias of their structure."""
+    from transformers.models.esm import configuration_esm, modeling_esmfold
+
+    trunk = configuration_esm.TrunkConfig(
+        num_blocks=1, sequence_state_dim=32, pairwise_state_dim=16,
+        sequence_head_width=8, pairwise_head_width=8,
+        structure_module={"sequence_dim": 32, "pairwise_dim": 16},
+    )  # fmt: skip
+    model = modeling_esmfold.EsmFoldTriangularSelfAttentionBlock(trunk)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, 0, 0.3)
+    states = {"sequence_state": normal(3, 12, 32), "pairwise_state": normal(3, 12, 12, 16)}
+    return model, states
+
+
+@made
+def xlnet() -> Made:
+    sizes = {"vocab_size": 30, "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16}
+    return hugging_face("XLNetConfig", "XLNetModel", words(), **sizes)
+
+
+@made
+def levit() -> Made:
+    from timm.models.levit import Levit
+
+    sizes = {"embed_dim": (16,), "key_dim": 8, "depth": (1,), "num_heads": (2,)}
+    return Levit(img_size=64, attn_ratio=(1,), **sizes), normal(2, 3, 64, 64)
 
 
 @made

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from flashbias_convert import Lookup, ScoreBias, SiteProbe, flashbias_attention, probe_model
 from flashbias_convert.probing.pair_values import distinct_values
 
+from .architectures import esmfold
+
 H, N, D, FARTHEST = 3, 20, 4, 6
 
 
@@ -73,11 +75,37 @@ def test_groups_within_rounding() -> None:
     samples = table[codes].movedim(-1, 1)
     noisy = samples + 1e-7 * (torch.rand(samples.shape, generator=draw).double() - 0.5)
     nothing = torch.zeros(8, 8, dtype=torch.bool)
-    assert distinct_values(noisy, nothing, 1e-7) == 5
-    assert distinct_values(noisy, nothing, 1e-10) is None
+    assert distinct_values(noisy[:1], noisy[1:], nothing, 1e-7) == 5
+    assert distinct_values(noisy[:1], noisy[1:], nothing, 1e-10) is None
     spoiled = noisy.clone()
     spoiled[:, :, 3] = torch.randn(3, 2, 8, generator=draw).double()
     hidden = nothing.clone()
     hidden[3] = True
-    assert distinct_values(spoiled, nothing, 1e-7) is None
-    assert distinct_values(spoiled, hidden, 1e-7) == 5
+    assert distinct_values(spoiled[:1], spoiled[1:], nothing, 1e-7) is None
+    assert distinct_values(spoiled[:1], spoiled[1:], hidden, 1e-7) == 5
+
+
+def test_rows_that_share_a_bias_share_no_values() -> None:
+    """A bias for each structure, which all rows of a triangle add, is no table."""
+    draw = torch.Generator().manual_seed(0)
+    first, second = torch.randn(2, 1, 3, 8, 8, generator=draw).double()
+    nothing = torch.zeros(8, 8, dtype=torch.bool)
+    rows = [one.repeat(16, 1, 1, 1) for one in (first, second)]
+    assert distinct_values(rows[0], rows[1], nothing, 1e-7) is None
+    assert distinct_values(rows[0], rows[0], nothing, 1e-7) is None
+
+
+def test_values_of_one_input_are_no_table_for_every_input() -> None:
+    draw = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 4, (2, 8, 8), generator=draw)
+    nothing = torch.zeros(8, 8, dtype=torch.bool)
+    values = torch.arange(8.0).double()
+    own, other, mixed = (values[codes + by][:, None] for by in (0, 4, 2))
+    assert distinct_values(own[:1], own[1:], nothing, 1e-7) == 4
+    assert distinct_values(own[:1], other[1:], nothing, 1e-7) is None
+    assert distinct_values(own[:1], mixed[1:], nothing, 1e-7) is None
+
+
+def test_triangles_are_no_table() -> None:
+    for site in probe_model(*esmfold()).sites:
+        assert site.kind == "input-dependent" and "lookup" not in site.term, site

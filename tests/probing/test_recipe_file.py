@@ -39,7 +39,7 @@ MODELS: dict[str, Callable[[], a.Made]] = {
 
 def without_recipes(found: Probe) -> Probe:
     """As if nobody had written a recipe for these classes."""
-    sites = tuple(replace(site, recipe=None) for site in found.sites)
+    sites = tuple(replace(site, recipe=None, refused="") for site in found.sites)
     return replace(found, sites=sites)
 
 
