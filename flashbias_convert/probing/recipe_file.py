@@ -44,9 +44,9 @@ _GUIDANCE = {
 def recipe_text(probe: Probe, model: nn.Module) -> tuple[str, str]:
     """A Python file that defines `recipe`, and the class that it is about.
 
-    The class is the one with most biased sites among those that no recipe knows. `describe` is complete
-    where the bias was found among the module's own tensors; whatever a human must decide raises
-    NotImplementedError and says what is missing, so that a plan shows it as a failed site.
+    The class is the one with most biased sites among those that no recipe knows. `describe` is
+    complete where the bias was found among the module's own tensors; whatever a human must decide
+    raises NotImplementedError and says what is missing, so that a plan shows it as a failed site.
 
     Args:
         probe: of the model.
