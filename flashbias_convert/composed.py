@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from torch import nn
@@ -21,6 +21,14 @@ class Composed(nn.Module):
 
     original_class: ClassVar[type[nn.Module]]
     recipe_class: ClassVar[type[nn.Module]]
+
+    @classmethod
+    def children_to_read(cls) -> Sequence[str] | None:
+        """Names of children whose weights the patched forward may read by itself; None for all.
+
+        Where a wrapper keeps weights on disk they are loaded before the forward runs.
+        """
+        return None
 
     def original_forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module computed before it was patched."""

@@ -9,6 +9,8 @@ model while it is loaded.
 from __future__ import annotations
 
 import logging
+import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from .checkpoint.config_entry import config_entry
 from .checkpoint.kept_terms import split_terms
 from .checkpoint.read import read_file_tensors
 from .patching import patch_model
+from .plan import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +80,7 @@ class FlashBiasQuantizer(HfQuantizer):
             if options:
                 unused = ", ".join(sorted(options))
                 logger.warning("%s was converted already; not used: %s", folder, unused)
+        _tell_what_is_not_patched(plan)
         model.config.flashbias = config_entry(plan)
 
     def _terms(self) -> dict[str, Tensor]:
@@ -93,6 +97,22 @@ class FlashBiasQuantizer(HfQuantizer):
     def is_trainable(self) -> bool:
         """In training mode the original code runs."""
         return True
+
+
+def _tell_what_is_not_patched(plan: Plan) -> None:
+    """Warn of a model that stays as it was, and of sites that could not be converted."""
+    patched = len(plan.patched)
+    silent = {"patched", "left alone"} if patched else set()
+    told = [site for site in plan.sites if site.status not in silent]
+    if not told:
+        return
+    reasons = Counter(f"{site.status}: {site.reason}" for site in told)
+    listed = "; ".join(f"{count} x {reason}" for reason, count in reasons.items())
+    warnings.warn(
+        f"{patched} of {len(plan.sites)} attention sites were converted by FlashBiasConfig; "
+        f"the others: {listed}",
+        stacklevel=2,
+    )
 
 
 def _declare_unquantised(model: Any) -> None:

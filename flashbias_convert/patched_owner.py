@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,18 @@ class PatchedOwner(Composed):
     forward, the original forward runs with its own bias and masks.
     """
 
+    #: names of children whose weights `flashbias_forward` reads by itself, without calling them
+    reads: ClassVar[tuple[str, ...]] = ()
+
     #: the patched attention modules below, set by the engine
     _consumers: tuple[PatchedAttention, ...]
     _lean: bool
     #: None until the sources have values
     _seal: Seal | None
+
+    @classmethod
+    def children_to_read(cls) -> tuple[str, ...]:
+        return cls.reads  # not all: the attention, and perhaps the whole model, lies below
 
     def fixed_sources(self) -> tuple[Tensor, ...]:
         """Buffers of its own that terms were made from and that no state dict holds.

@@ -11,6 +11,7 @@ from torch import nn
 from .builder_module import BuilderModule
 from .builders import modules_from_spec
 from .errors import UsageError
+from .hooks import at_hand
 from .inspection import inspect_model, refuse_wrapped
 from .patched_attention import PatchedAttention
 from .plan import Plan, SitePlan
@@ -120,6 +121,13 @@ def _apply_site(
             f"the plan wants recipe {site.recipe!r} for {site.name!r}, but "
             f"{type(module).__name__} has {recipe.name if recipe else 'none'}"
         )
+    with at_hand([module]):  # the terms of a plan from a file are made where the weights are
+        _apply_at_hand(module, site, recipe, backend, empty)
+
+
+def _apply_at_hand(
+    module: nn.Module, site: SitePlan, recipe: Recipe, backend: str, empty: bool
+) -> None:
     bias = _placeholder(module, site) if empty else site.bias
     if bias is None or (site.builder_modules() and not empty and site.modules is None):
         raise UsageError(

@@ -12,6 +12,7 @@ from torch import nn
 from .builder_module import BuilderModule
 from .composed import Composed, compose
 from .errors import UsageError
+from .hooks import at_hand, has_foreign_forward, swap_class
 from .modules import ScoreBiasModule
 from .patched_attention import BROKEN, PatchedAttention, Seal, seal_if_loaded
 from .patched_owner import PatchedOwner
@@ -46,7 +47,7 @@ def refusal(module: nn.Module) -> str | None:
 
 def owner_refusal(module: nn.Module) -> str | None:
     """Why an owner cannot be patched, or None if it can."""
-    if "forward" in vars(module):
+    if has_foreign_forward(module):
         return "its forward was replaced on the instance; patch before that is done"
     return None
 
@@ -90,21 +91,29 @@ def patch_module(
         raise UsageError(reason)
     terms = ScoreBiasModule(bias, backend, builders, modules, trained)
     terms.train(module.training)
+    with at_hand([module]):
+        patched = _patch(module, recipe_class, terms)
+    if awaits_load:
+        patched._seal = BROKEN
+        terms.awaits_load = True
+
+
+def _patch(
+    module: nn.Module, recipe_class: type[PatchedAttention], terms: ScoreBiasModule
+) -> PatchedAttention:
     place = device_of(module)
     if not any(t.is_meta for t in (*module.parameters(), *terms.parameters(), *terms.buffers())):
         terms.to(place)  # a plan may come from a model that is elsewhere
     _install(module, compose(recipe_class, type(module)), terms)
     assert isinstance(module, PatchedAttention)
     try:
-        if trained:
+        if terms.trained:
             module.resting = set_to_rest(module, module.sealed_sources())
         module.seal()
     except BaseException:
         unpatch_module(module)
         raise
-    if awaits_load:
-        module._seal = BROKEN
-        terms.awaits_load = True
+    return module
 
 
 def unpatch_module(module: PatchedAttention) -> None:
@@ -123,9 +132,9 @@ def unpatch_module(module: PatchedAttention) -> None:
     for name in ("_seal", "resting"):
         module.__dict__.pop(name, None)
     hooks = module._load_state_dict_post_hooks
-    for key in [key for key, hook in hooks.items() if hook is seal_if_loaded]:
+    for key in [key for key, hook in hooks.items() if hook is _seal_if_loaded]:
         del hooks[key]
-    module.__class__ = module.original_class  # type: ignore[assignment]
+    swap_class(module, module.original_class)
 
 
 def refuse_trained(model: nn.Module) -> None:
@@ -152,7 +161,7 @@ def patch_owner(module: nn.Module, recipe_class: type[PatchedOwner]) -> None:
     if reason:
         raise UsageError(reason)
     consumers = tuple(patched_modules(module))
-    module.__class__ = compose(recipe_class, type(module))
+    swap_class(module, compose(recipe_class, type(module)))
     assert isinstance(module, PatchedOwner)
     module._consumers, module._lean, module._seal = consumers, False, None
     module.seal()
@@ -162,13 +171,19 @@ def unpatch_owner(module: PatchedOwner) -> None:
     """Put the original class back."""
     for name in ("_consumers", "_lean", "_seal"):
         del module.__dict__[name]
-    module.__class__ = module.original_class  # type: ignore[assignment]
+    swap_class(module, module.original_class)
 
 
 def _install(module: nn.Module, cls: type, terms: ScoreBiasModule) -> None:
-    module.__class__ = cls
+    swap_class(module, cls)
     module.add_module(SUBMODULE, terms)
-    module.register_load_state_dict_post_hook(seal_if_loaded)
+    module.register_load_state_dict_post_hook(_seal_if_loaded)
+
+
+def _seal_if_loaded(module: nn.Module, keys: object) -> None:
+    """As `seal_if_loaded`, with weights that are kept elsewhere."""
+    with at_hand([module]):
+        seal_if_loaded(module, keys)
 
 
 @dataclass(frozen=True, eq=False)

@@ -64,6 +64,8 @@ class BeitAttention(PatchedAttention):
 class Beit(PatchedOwner):
     """`Beit` with one bias for all blocks: it hands on the table instead of the matrix."""
 
+    reads = ("rel_pos_bias",)
+
     def flashbias_forward(self, *args: Any, **kwargs: Any) -> Any:
         with self.lean():
             return self.original_forward(*args, **kwargs)

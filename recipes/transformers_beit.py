@@ -80,6 +80,8 @@ class BeitLayer(PatchedAttention):
 class BeitModel(PatchedOwner):
     """`BeitModel` with one bias for all layers: it hands on the table instead of the matrix."""
 
+    reads = ("shared_position_bias",)
+
     config: Any
 
     def flashbias_forward(self, *args: Any, **kwargs: Any) -> Any:

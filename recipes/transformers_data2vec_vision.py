@@ -63,6 +63,8 @@ class Data2VecAttention(PatchedAttention):
 class Data2VecEncoder(PatchedOwner):
     """The encoder with one bias for all layers: it hands on the table instead of the matrix."""
 
+    reads = ("relative_position_bias",)
+
     config: Any
 
     def flashbias_forward(self, *args: Any, **kwargs: Any) -> Any:

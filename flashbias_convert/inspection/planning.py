@@ -11,6 +11,7 @@ from torch import nn
 from ..decompose import Decomposition, decompose, expected_gain
 from ..decompose.pair_forms import forms_in_words
 from ..errors import FlashBiasError, NotFiniteError, UsageError
+from ..hooks import at_hand, children_read, is_dispatched, loads_all_below
 from ..modules import with_builders
 from ..options import DecomposeOptions
 from ..plan import SitePlan
@@ -45,11 +46,12 @@ def plan_site(match: Match, options: DecomposeOptions, against: str | None) -> S
     reason = _in_the_way(match)
     if reason is not None:
         return replace(plan, status="unsupported", reason=reason)
-    _refuse_meta(site)
     try:
-        description = recipe.describe(site)
-        plan = _with_sizes(plan, description)
-        return _decide(plan, description, options)
+        with at_hand(_read_by(match)):
+            _refuse_meta(site)
+            description = recipe.describe(site)
+            plan = _with_sizes(plan, description)
+            return _decide(plan, description, options)
     except LeftAlone as error:
         return replace(plan, reason=str(error))
     except UnsupportedSite as error:
@@ -70,7 +72,8 @@ def reason_against(match: Match) -> str | None:
     if reason is not None:
         return reason
     try:
-        match.recipe.describe(match.site)
+        with at_hand(_read_by(match)):
+            match.recipe.describe(match.site)
     except (LeftAlone, UnsupportedSite, FlashBiasError) as error:
         return str(error)
     except Exception as error:  # as in a plan
@@ -81,7 +84,25 @@ def reason_against(match: Match) -> str | None:
 def _in_the_way(match: Match) -> str | None:
     """Why a site cannot be patched, whatever its bias is."""
     module = match.site.module
-    return refusal(module) or _own_forward(module, match.recipe) or _no_owner(match)
+    reason = refusal(module) or _own_forward(module, match.recipe) or _no_owner(match)
+    return reason or _no_place(match.site)
+
+
+def _no_place(site: Site) -> str | None:
+    """Where accelerate moves every buffer below a module by its name, terms have nowhere to be."""
+    path = site.name.split(".") if site.name else []
+    above = [site.root.get_submodule(".".join(path[:i])) for i in range(len(path) + 1)]
+    if any(loads_all_below(module) for module in above):
+        return "accelerate offloads its buffers in one block; patch before you dispatch the model"
+    return None
+
+
+def _read_by(match: Match) -> list[nn.Module]:
+    """The modules whose weights `describe` may read."""
+    owner, found = match.site.owner, [match.site.module]
+    if owner is not None and match.recipe.owners:
+        found += children_read(owner, match.recipe.owners[0].patch.reads)
+    return found
 
 
 def _own_forward(module: nn.Module, recipe: Recipe) -> str | None:
@@ -109,10 +130,13 @@ def _no_owner(match: Match) -> str | None:
 
 def _refuse_meta(site: Site) -> None:
     tensors = [*site.module.parameters(), *site.module.buffers()]
-    if any(t.is_meta for t in tensors):
-        raise UsageError(
-            f"the weights of {site.name!r} are on the meta device", "load the weights first"
-        )
+    if not any(t.is_meta for t in tensors):
+        return
+    if is_dispatched(site.module):
+        raise UnsupportedSite("accelerate keeps its weights where they cannot be read")
+    raise UsageError(
+        f"the weights of {site.name!r} are on the meta device", "load the weights first"
+    )
 
 
 def _with_sizes(plan: SitePlan, description: Description) -> SitePlan:

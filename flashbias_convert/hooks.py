@@ -1,0 +1,112 @@
+"""Modules whose forward accelerate has wrapped: another class beneath the hook, weights elsewhere.
+
+`dispatch_model` of accelerate, which `from_pretrained(device_map=...)` of transformers calls, puts
+a `forward` on the instance that loads weights, calls `_old_forward` and drops the weights again.
+Nothing of it is imported here: its hooks are known by what they carry.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from .composed import Composed
+
+#: attributes of an instance that hold its forward: what runs, and what accelerate calls beneath
+_FORWARDS = ("forward", "_old_forward")
+
+
+def has_foreign_forward(module: nn.Module) -> bool:
+    """Whether its forward was replaced on the instance by something that is not understood.
+
+    Not so where accelerate wraps the forward of the module's class, or has left that behind.
+    """
+    own = vars(module)
+    if "forward" not in own:
+        return False
+    beneath = own["_old_forward" if "_hf_hook" in own else "forward"]
+    return not _is_of_class(beneath, module)
+
+
+def swap_class(module: nn.Module, cls: type[Any]) -> None:
+    """Give a module another class; accelerate calls the forward of that from now on.
+
+    Args:
+        module: any; a foreign forward stays where it is.
+        cls: compatible with its class.
+    """
+    own = [name for name in _FORWARDS if _is_of_class(vars(module).get(name), module)]
+    module.__class__ = cls
+    for name in own:
+        forward = _with_weights if issubclass(cls, Composed) else cls.forward
+        vars(module)[name] = types.MethodType(forward, module)
+
+
+def _is_of_class(forward: Any, module: nn.Module) -> bool:
+    if not isinstance(forward, types.MethodType) or forward.__self__ is not module:
+        return False
+    return forward.__func__ in (type(module).forward, _with_weights)
+
+
+def _with_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a patched class: it may read weights of children that it does not call."""
+    with at_hand(children_read(self, self.children_to_read())):
+        return type(self).forward(self, *args, **kwargs)
+
+
+def children_read(module: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
+    """The children that a patched forward may read: None means all."""
+    if names is None:
+        return list(module.children())
+    found = (module._modules.get(name) for name in names)
+    return [child for child in found if child is not None]
+
+
+# -- weights that are elsewhere --------------------------------------------------------------
+
+
+@contextmanager
+def at_hand(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Weights that accelerate keeps on disk, or on the CPU, are there inside.
+
+    Meanwhile calls of these modules do not load or drop them.
+
+    Args:
+        modules: with everything below them.
+    """
+    found = {module: None for root in modules for module in root.modules()}
+    held: list[tuple[nn.Module, Any, Any]] = []
+    try:
+        for module in found:
+            for hook in _loading_hooks(module):
+                came_from = hook.input_device
+                hook.pre_forward(module)
+                hook.offload = False
+                held.append((module, hook, came_from))
+        yield
+    finally:
+        for module, hook, came_from in reversed(held):
+            hook.offload = True
+            hook.post_forward(module, None)
+            hook.input_device = came_from
+
+
+def _loading_hooks(module: nn.Module) -> Iterator[Any]:
+    hook = vars(module).get("_hf_hook")
+    for one in getattr(hook, "hooks", (hook,)):
+        if getattr(one, "offload", False) is True and hasattr(one, "weights_map"):
+            yield one
+
+
+def is_dispatched(module: nn.Module) -> bool:
+    """Whether accelerate places the weights of a module, or of a part of it."""
+    return any("_hf_hook" in vars(child) for child in module.modules())
+
+
+def loads_all_below(module: nn.Module) -> bool:
+    """Whether accelerate loads every tensor below a module by name: it has none for new ones."""
+    return any(hook.place_submodules and hook.offload_buffers for hook in _loading_hooks(module))
