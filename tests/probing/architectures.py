@@ -175,13 +175,15 @@ def swin_of_transformers() -> Made:
     return hugging_face("SwinConfig", "SwinModel", images, **sizes, **layers)
 
 
-@made
-def beit_of_transformers() -> Made:
-    images = {"pixel_values": normal(2, 3, 32, 32)}
-    sizes = {"image_size": 32, "patch_size": 8, "hidden_size": 16, "intermediate_size": 16}
-    layers = {"num_hidden_layers": 1, "num_attention_heads": 2}
-    options = {**sizes, **layers, "use_relative_position_bias": True}
-    return hugging_face("BeitConfig", "BeitModel", images, **options)
+def beit_of_transformers(kind: str = "use_relative_position_bias") -> Made:
+    @made
+    def build() -> Made:
+        images = {"pixel_values": normal(2, 3, 32, 32)}
+        sizes = {"image_size": 32, "patch_size": 8, "hidden_size": 16, "intermediate_size": 16}
+        layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
+        return hugging_face("BeitConfig", "BeitModel", images, **sizes, **layers, **{kind: True})
+
+    return build()
 
 
 @made

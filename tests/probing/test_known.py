@@ -16,7 +16,7 @@ from . import architectures as a
 
 #: model -> names of its biased sites and of the modules that the recipe replaces
 ABOVE: dict[str, tuple[Callable[[], a.Made], str, dict[str, str]]] = {
-    "a layer": (a.beit_of_transformers, "transformers_beit", {"layers.0.attention": "layers.0"}),
+    "a layer": (a.beit_of_transformers, "transformers_beit", {"layers.1.attention": "layers.1"}),
     "triangles": (
         a.esmfold,
         "transformers_esmfold_triangle",
