@@ -16,8 +16,8 @@ from tests.pangu import make as make_pangu
 
 #: parts of the names of parameters that make biases: at initialisation they are zero, or small
 _BIASES = (
-    "attention_biases", "bias_table", "bias_mlp", "cpb_mlp", "rel_attn", "rel_embed", "rel_pos",
-    "relative_attention_bias",
+    "attention_biases", "bias_mlp", "bias_table", "bias_values", "cpb_mlp", "rel_attn", "rel_embed",
+    "rel_pos", "relative_attention_bias",
 )  # fmt: skip
 _IMAGE = {"img_size": 32, "embed_dim": 16, "num_classes": 3}
 _WORDS = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -150,13 +150,36 @@ def deberta() -> Made:
     )
 
 
+def boxes() -> Tensor:
+    """Where the tokens of `words` are on a page."""
+    corners = torch.randint(0, 20, (3, 18, 4), generator=torch.Generator().manual_seed(3))
+    return corners + torch.tensor([0, 0, 20, 20])
+
+
 @made
 def lilt() -> Made:
-    corners = torch.randint(0, 20, (3, 18, 4), generator=torch.Generator().manual_seed(3))
-    boxes = corners + torch.tensor([0, 0, 20, 20])
     sizes = {**_WORDS, "hidden_size": 48, "intermediate_size": 16, "num_hidden_layers": 1}
-    inputs = {**words(), "bbox": boxes}
+    inputs = {**words(), "bbox": boxes()}
     return hugging_face("LiltConfig", "LiltModel", inputs, max_2d_position_embeddings=64, **sizes)
+
+
+@made
+def layoutlmv3() -> Made:
+    sizes = {**_WORDS, "intermediate_size": 16, "num_hidden_layers": 1, "visual_embed": False}
+    places = {"max_2d_position_embeddings": 64, "coordinate_size": 3, "shape_size": 2}
+    inputs = {**words(), "bbox": boxes()}
+    return hugging_face("LayoutLMv3Config", "LayoutLMv3Model", inputs, **sizes, **places)
+
+
+@made
+def phi4_audio() -> Made:
+    sizes = {
+        "hidden_size": 16, "intermediate_size": 16, "num_blocks": 1, "num_attention_heads": 2,
+        "ext_pw_out_channel": 16, "depthwise_separable_out_channel": 16, "input_size": 16,
+        "nemo_conv_channels": 4, "time_reduction": 4, "bias_max_distance": 12,
+    }  # fmt: skip
+    config = transformers.Phi4MultimodalAudioConfig(**sizes)
+    return transformers.Phi4MultimodalAudioModel(config), (normal(2, 80, 16), None)
 
 
 @made

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from flashbias_convert import Regions, SiteProbe, inspect_model, probe_model
+from flashbias_convert import Regions, SiteProbe, inspect_model, patch_model, probe_model
+from flashbias_convert.inputs import as_inputs
+from flashbias_convert.modules import ScoreBiasModule
 from flashbias_convert.terms import ScoreBias
 from tests.support import assert_parity
 
@@ -26,6 +30,21 @@ MODELS: dict[str, Callable[[], a.Made]] = {
     "MPT": a.mpt,
     "Falcon": a.falcon,
     "Pangu": a.pangu,
+}
+
+
+#: biases of every call: made by builders, from the input or from a table
+IN_CALLS: dict[str, Callable[[], a.Made]] = {
+    "T5": a.t5,
+    "MPNet": a.mpnet,
+    "Phi-4 audio": a.phi4_audio,
+    "BEiT, a shared bias": lambda: a.beit_of_transformers("use_shared_relative_position_bias"),
+    "SAM": a.sam,
+    "MViTv2": a.mvit,
+    "WavLM": a.wavlm,
+    "LiLT": a.lilt,
+    "LayoutLMv3": a.layoutlmv3,
+    "ESMFold": a.esmfold,
 }
 
 
@@ -83,3 +102,46 @@ def test_terms_of_the_prober_give_the_recovered_bias(name: str) -> None:
         lost = (written - wanted).square().sum((-1, -2))
         allowed = (1 - 0.99) * wanted.square().sum((-1, -2))
         assert bool((lost <= allowed * (1 + 1e-6)).all()), site
+
+
+def biases_of_calls(model: nn.Module, inputs: Any) -> dict[str, list[Tensor]]:
+    """What the recipes add in each call of a patched copy, (B, H, N, M), without masks."""
+    model = copy.deepcopy(model)
+    plan = patch_model(model, method="exact", force_all=True, tokens=TOKENS, backend="eager")
+    found: dict[str, list[Tensor]] = {site.name: [] for site in plan.patched}
+
+    def keep(name: str, module: ScoreBiasModule, args: Any, kwargs: dict[str, Any]) -> None:
+        asked = {key: kwargs.get(key, ()) for key in ("extra", "without")}
+        q, k = args[:2]
+        prepared, _ = module.of_call(kwargs.get("built"), **asked)
+        bias = prepared.bias.dense(q.shape[-2], k.shape[-2], dtype=q.dtype)
+        found[name].append(bias.expand(*q.shape[:-1], k.shape[-2]).flatten(0, -4))
+
+    for name in found:
+        terms = model.get_submodule(name).score_bias
+        terms.register_forward_pre_hook(functools.partial(keep, name), with_kwargs=True)
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    with torch.no_grad():
+        batch = next(iter(as_inputs(inputs, model=model).batches))
+        batch = batch.to(torch.device("cpu"), dtype)
+        model(*batch.args, **batch.kwargs)
+    return found
+
+
+@pytest.mark.parametrize("name", IN_CALLS)
+def test_recovered_bias_is_what_the_recipe_adds_in_a_call(name: str) -> None:
+    model, inputs = IN_CALLS[name]()
+    found = {site.site: site for site in probe_model(model, inputs).biased}
+    plain = biases_of_calls(model, inputs)
+    truth = biases_of_calls(copy.deepcopy(model).double(), inputs)
+    assert {site.recipe_site for site in found.values()} == set(plain)
+    for site in found.values():
+        assert site.bias is not None and site.recipe_site is not None
+        # LiLT attends twice with the same scores, its recipe once
+        number = min(int(site.site.partition("#")[2] or 1), len(plain[site.recipe_site])) - 1
+        wanted, exact = (each[site.recipe_site][number] for each in (plain, truth))
+        actual = site.bias.repeat(len(wanted) // len(site.bias), 1, 1, 1).expand(wanted.shape)
+        three = [centred(each, site.causal) for each in (actual, wanted, exact)]
+        assert_parity(*three)
+        with pytest.raises(AssertionError, match="error"):  # zeros do not agree with it
+            assert_parity(three[0].zero_(), *three[1:])
