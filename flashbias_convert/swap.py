@@ -132,7 +132,7 @@ def unpatch_module(module: PatchedAttention) -> None:
     for name in ("_seal", "resting"):
         module.__dict__.pop(name, None)
     hooks = module._load_state_dict_post_hooks
-    for key in [key for key, hook in hooks.items() if hook is _seal_if_loaded]:
+    for key in [key for key, hook in hooks.items() if hook in (_seal_if_loaded, seal_if_loaded)]:
         del hooks[key]
     swap_class(module, module.original_class)
 
