@@ -70,7 +70,7 @@ class FalconModel(CausalOwner):
     @property
     def use_alibi(self) -> bool:
         """Off while the attention modules add the bias; then the model makes none."""
-        return bool(self.__dict__["use_alibi"]) and not self.is_lean
+        return bool(self.config.alibi) and not self.is_lean  # type: ignore[union-attr]
 
 
 def describe(site: Site) -> Description:

@@ -111,13 +111,16 @@ def _with_autograd(keys: torch._C.DispatchKeySet, *arguments: Any) -> Tensor:
             return out
     # a trace and tensors that are no plain ones have more to come; for others that would be a
     # second way through the dispatcher
-    if keys.has(_PYTHON) or keys.has(_FUNCTIONALIZE):
+    if keys.raw_repr() & _MORE_TO_COME:
         return _below_autograd(arguments)
     return _attention(*arguments)
 
 
-_PYTHON = torch._C.DispatchKey.Python
-_FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
+#: bits of the keys of traces and of tensors that are no plain ones; one look is faster than two
+_MORE_TO_COME: int = (
+    torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
+).raw_repr()
 
 _LIBRARY = torch.library.Library("flashbias_convert", "FRAGMENT")
 _LIBRARY.define(

@@ -61,13 +61,15 @@ class LaunchShape:
 def launch_settings(shape: LaunchShape) -> LaunchSettings:
     """Settings for one launch, read off what `scripts/tune_attention.py` measured on an H200.
 
-    Those of short windows and of look-ups at heads of 128 are newer than `results/tuning.csv`.
+    Those of short windows, of look-ups and of single queries are newer than `results/tuning.csv`.
     """
     n, columns, width = shape.n, shape.columns, max(shape.d, shape.dv)
+    thin, gathers = width <= 64 and columns <= 64, {"table", "lookup"} & set(shape.terms)
     if not shape.half:
         return LaunchSettings(32 if width <= 64 else 16, 32, 4, 2)
     if n <= 16:
-        return LaunchSettings(16, 64, 4, 2)
+        # long reads keep the memory busy, which is all that counts
+        return LaunchSettings(16, 128, 4, 3) if thin else LaunchSettings(16, 64, 4, 2)
     if columns > 64:
         if width <= 64 and not _few_rows(n):
             return LaunchSettings(128, 64, 8, 2, 128)
@@ -75,13 +77,15 @@ def launch_settings(shape: LaunchShape) -> LaunchSettings:
     if width <= 32:
         return _narrow_heads(shape, width)
     if width <= 64:
+        if gathers and not columns:
+            # short steps, and all the registers that looking up takes
+            return LaunchSettings(64, 64 if n <= 512 else 32, 4, 3)
         if _few_rows(n):
             depth, registers = (2, None) if columns > 32 else (3, 96)
             return LaunchSettings(64, 32, 4, depth, registers)
         return LaunchSettings(128, 64, 8, 3, 128)
     if width <= 128:
         # looking up takes the registers that a tall tile needs
-        gathers = "table" in shape.terms or "lookup" in shape.terms
         short = gathers or _few_rows(n)
         return LaunchSettings(64, 64, 4, 2) if short else LaunchSettings(128, 64, 8, 3)
     return LaunchSettings(64, 32, 4, 2)
