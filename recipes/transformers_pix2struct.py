@@ -37,6 +37,11 @@ def is_causal_model(model: Any) -> bool:
     return bool(model.config.is_decoder)
 
 
+def makes_causal_masks(model: Any) -> bool:
+    """A key table takes their place."""
+    return bool(model.config.is_decoder)
+
+
 def describe(site: Site) -> Description:
     """A table for each call: the bias depends on the distance alone."""
     module: Any = site.module

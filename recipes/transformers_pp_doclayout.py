@@ -74,8 +74,8 @@ class ReadingOrder(PatchedOwner):
     @property
     def encoder(self) -> Any:
         """What the model calls with its mask."""
-        encoder = self._modules["encoder"]
-        return partial(encoder, **{_PADDING: True}) if self.is_lean else encoder  # type: ignore[arg-type]
+        encoder: Any = self._modules["encoder"]
+        return partial(encoder, flashbias_padding=True) if self.is_lean else encoder
 
 
 def describe(site: Site) -> Description:
