@@ -103,6 +103,21 @@ def _cls_window_table(table: Tensor, window: tuple[int, int]) -> RelativeTable:
     )
 
 
+def window_table(*, table: Tensor, window: tuple[int, int]) -> RelativeTable:
+    """As `cls_window_table`, without a class token: a table (T, H), and Wh Ww queries and keys."""
+    make = partial(_window_table, table, window)
+    term: RelativeTable = kept_with(table, ("window table", window), make)
+    return term
+
+
+def _window_table(table: Tensor, window: tuple[int, int]) -> RelativeTable:
+    (height, width), span = window, 2 * window[1] - 1
+    rows = torch.arange(height, dtype=torch.int32, device=table.device)
+    columns = torch.arange(width, dtype=torch.int32, device=table.device)
+    u = (rows[:, None] * span + columns).flatten()
+    return RelativeTable(table=shared_table(table.T), u=u, v=u.flip(0))
+
+
 def shared_table(table: Tensor) -> Tensor:
     """A table (H, ...) as kernels read it, so that layers that share it need not make it so."""
     return table.to(torch.promote_types(table.dtype, torch.float32)).contiguous()
@@ -209,6 +224,7 @@ BUILDERS: dict[str, Builder] = {
     "cls_window_table": Builder(cls_window_table),
     "dense": Builder(dense),
     "distance_table": Builder(distance_table),
+    "window_table": Builder(window_table),
 }
 
 

@@ -1,21 +1,26 @@
-"""Models of timm with a module `rel_pos` that makes the bias: CoAtNet, MaxViT, vit_relpos."""
+"""Models of timm with a module that makes the bias: CoAtNet, MaxViT, vit_relpos, vit_srelpos."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from flashbias_convert.about import About
 from flashbias_convert.patched_attention import PatchedAttention
-from flashbias_convert.recipe import Description, NoBias, Recipe, Site, UnsupportedSite
+from flashbias_convert.patched_owner import PatchedOwner
+from flashbias_convert.recipe import Description, NoBias, Owner, Recipe, Site
 from flashbias_convert.tables import (
     in_float32,
     require_own_buffers,
     require_plain_layers,
     rounding_warnings,
 )
+from flashbias_convert.terms import Dense
 
 
 class RelPosAttention(PatchedAttention):
@@ -26,19 +31,27 @@ class RelPosAttention(PatchedAttention):
 
     num_heads: int
     scale: float
-    rel_pos: nn.Module
+    rel_pos: nn.Module | None
     qkv: nn.Module
     proj: nn.Module
     proj_drop: nn.Dropout
 
     def bias_sources(self) -> tuple[Tensor | Hashable, ...]:
+        if self.rel_pos is None:
+            return (self.num_heads,)  # the model makes a table anew in each call
         # buffers follow from the window
         return (*self.rel_pos.parameters(), tuple(self.rel_pos.window_size))  # type: ignore[arg-type]
 
-    def flashbias_forward(self, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
-        # the original ignores a shared bias where it has its own
+    def flashbias_forward(self, x: Tensor, shared_rel_pos: Any = None) -> Tensor:
         q, k, v = self._project(x)  # views, (B, H, N, D)
-        out = self.score_bias(q, k, v, scale=self.scale).transpose(1, 2).flatten(2)  # (B, N, C)
+        call: dict[str, Any] = {}
+        if self.rel_pos is None and isinstance(shared_rel_pos, Tensor):  # the owner did not run
+            call["extra"] = (Dense(bias=shared_rel_pos),)
+        elif self.rel_pos is None:  # the original ignores a shared bias where it has its own
+            call["built"] = shared_rel_pos
+        out = (
+            self.score_bias(q, k, v, scale=self.scale, **call).transpose(1, 2).flatten(2)
+        )  # (B, N, C)
         if isinstance(self.qkv, nn.Conv2d):
             out = out.transpose(1, 2).reshape(len(x), -1, *x.shape[2:])
         else:
@@ -62,25 +75,63 @@ class RelPosAttention(PatchedAttention):
         return q, k, v
 
 
+class RelPosOwner(PatchedOwner):
+    """`VisionTransformerRelPos` with one bias for all blocks: hands on a table, not the matrix."""
+
+    def flashbias_forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self.lean():
+            return self.original_forward(*args, **kwargs)
+
+    @property
+    def shared_rel_pos(self) -> Any:
+        """What the model calls for its bias: while lean, inputs of a builder."""
+        shared: Any = self._modules["shared_rel_pos"]
+        if not self.is_lean:
+            return shared
+        name, window = builder_of(shared), tuple(shared.window_size)
+        return SimpleNamespace(
+            get_bias=lambda: {name: {"table": table_of(shared), "window": window}}
+        )
+
+
+def builder_of(shared: Any) -> str:
+    """Which builder makes its term: there are entries for a class token, or none."""
+    return "cls_window_table" if shared.prefix_tokens else "window_table"
+
+
+def table_of(shared: Any) -> Tensor:
+    """The numbers of each offset, (T, H), then those of the class token if there is one."""
+    if hasattr(shared, "relative_position_bias_table"):
+        table: Tensor = shared.relative_position_bias_table
+        return table.view_as(table)  # a tensor of this call, on which blocks find what one made
+    made = shared.bias_act(shared.mlp(shared.rel_coords_log).flatten(0, 1))
+    made = made if shared.bias_gain is None else shared.bias_gain * made
+    # an MLP gives the class token zeros
+    return F.pad(made, (0, 0, 0, 3)) if shared.prefix_tokens else made
+
+
 def describe(site: Site) -> Description:
     """The bias by the module's own `get_bias`, of whichever kind: a table, an MLP, TensorFlow's."""
     module: Any = site.module
-    source = module.rel_pos
-    if source is None and getattr(site.root, "shared_rel_pos", None) is not None:
-        raise UnsupportedSite("the model makes one bias for all blocks and hands it on as a matrix")
-    if source is None:
+    owner: Any = site.owner
+    if module.rel_pos is None and owner is None:
         raise NoBias("it has no relative positions")
-    require_plain_layers(source, module)
+    source = owner.shared_rel_pos if module.rel_pos is None else module.rel_pos
     require_own_buffers(source)
+    heads, size = module.num_heads, module.proj.weight.shape[1] // module.num_heads
+    if source is not module.rel_pos:
+        n = math.prod(source.window_size) + source.prefix_tokens
+        return Description(None, heads, n, n, size, builders=(builder_of(source),))
+    require_plain_layers(source, module)
     own, bias = source.get_bias(), in_float32(source).get_bias()
     n = bias.shape[-1]
     index = getattr(source, "relative_position_index", None)
     return Description(
         bias=bias.reshape(-1, n, n),
-        num_heads=module.num_heads,
+        num_heads=heads,
         n=n,
         m=n,
-        head_dim=module.proj.weight.shape[1] // module.num_heads,
+        head_dim=size,
         # that of an MLP has no entries for a class token
         index=index.view(n, n) if index is not None and index.numel() == n * n else None,
         warnings=rounding_warnings(own, bias),
@@ -99,13 +150,21 @@ recipe = Recipe(
     tested=">=1.0.31,<1.1",
     attention=RelPosAttention,
     describe=describe,
+    owners=(
+        Owner(
+            ("timm.models.vision_transformer_relpos.VisionTransformerRelPos",),
+            RelPosOwner,
+            when=lambda model: model.shared_rel_pos is not None,
+            required=False,
+        ),
+    ),
     about=About(
         models=(
-            "CoAtNet, MaxViT and vit_relpos: tables, MLPs, TensorFlow's tables; not one bias "
-            "for all blocks"
+            "CoAtNet, MaxViT, vit_relpos and vit_srelpos: tables, MLPs, TensorFlow's tables, of "
+            "a block or shared by all blocks"
         ),
-        exact="with `--method exact` the position bias",
-        truncated="position bias",
+        exact="a shared bias; with `--method exact` that of a block, too",
+        truncated="bias of a block",
         n="49 to 576",
     ),
 )

@@ -27,6 +27,8 @@ recipe = refused(
         "transformers.models.gemma3n.modeling_gemma3n.Gemma3nAudioAttention",
         "transformers.models.gemma4.modeling_gemma4.Gemma4AudioAttention",
         "transformers.models.granite_speech.modeling_granite_speech.GraniteSpeechConformerAttention",
+        "transformers.models.granite_speech5.modeling_granite_speech5.GraniteSpeech5EncoderAttention",
+        "transformers.models.granite_speech_plus.modeling_granite_speech_plus.GraniteSpeechPlusConformerAttention",
         "transformers.models.nemotron_asr_streaming.modeling_nemotron_asr_streaming.NemotronAsrStreamingEncoderAttention",
         "transformers.models.parakeet.modeling_parakeet.ParakeetEncoderAttention",
         "transformers.models.seamless_m4t.modeling_seamless_m4t.SeamlessM4TConformerSelfAttention",

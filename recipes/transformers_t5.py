@@ -46,6 +46,10 @@ class T5Attention(PatchedAttention):
     def bias_sources(self) -> tuple[Tensor | Hashable, ...]:
         return (self.n_heads,)  # layer 0 makes the table anew in each call
 
+    def projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear, nn.Linear]:
+        """To queries, keys and values, and of the output."""
+        return self.q, self.k, self.v, self.o
+
     def flashbias_forward(
         self,
         hidden_states: Tensor,
@@ -68,7 +72,8 @@ class T5Attention(PatchedAttention):
     ) -> tuple[Tensor, Tensor]:
         """Output and the table (H, N + M - 1) of the bias, made here if no layer before did."""
         shape = (*hidden_states.shape[:-1], -1, self.key_value_proj_dim)
-        heads = (project(hidden_states).view(shape) for project in (self.q, self.k, self.v))
+        *inward, outward = self.projections()
+        heads = (project(hidden_states).view(shape) for project in inward)
         q, k, v = (x.transpose(1, 2) for x in heads)
         start = query_start(cache, self.layer_idx)
         if cache is not None:
@@ -82,7 +87,7 @@ class T5Attention(PatchedAttention):
             out = attend_causal(self.score_bias, q, k, v, keys, start=start, built=built, scale=1.0)
         else:
             out = attend_padded(self.score_bias, q, k, v, keys, built=built, scale=1.0)
-        return self.o(out.transpose(1, 2).flatten(2)), table
+        return outward(out.transpose(1, 2).flatten(2)), table
 
 
 def is_self_attention(module: Any) -> bool:
@@ -90,7 +95,7 @@ def is_self_attention(module: Any) -> bool:
     return bool(module.is_causal or not module.is_decoder)
 
 
-def _table_of(stack: nn.Module | None) -> nn.Embedding | None:
+def table_below(stack: nn.Module | None) -> nn.Embedding | None:
     """The first table below a module: all layers share that of layer 0, or have their own."""
     below = () if stack is None else stack.modules()
     found = (getattr(module, "relative_attention_bias", None) for module in below)
@@ -106,7 +111,7 @@ def describe(site: Site) -> Description:
         raise UnsupportedSite("it is configured to attend in both directions")
     n, size = site.tokens or 512, module.key_value_proj_dim
     heads = getattr(module.q, "out_features", module.n_heads * size) // size
-    require_shared_heads(heads, _table_of(module) or _table_of(site.owner))
+    require_shared_heads(heads, table_below(module) or table_below(site.owner))
     return Description(None, heads, n, n, size, builders=("distance_table",))
 
 

@@ -145,6 +145,11 @@ def check_bfloat16(case: Case) -> None:
     compare(case, torch.bfloat16)
 
 
+def check_float16(case: Case) -> None:
+    """With the reference: torch's own attention has half precision on some CPUs only."""
+    compare(case, torch.float16, backend="eager")
+
+
 def check_the_bias_matters(case: Case) -> None:
     model, x = case.model(), case.inputs()
     plain, truth = case.output(model, x), case.truth(model, x)
@@ -296,6 +301,7 @@ def check_compiled(case: Case) -> None:
 
 
 ONCE = (
+    check_float16,
     check_truncated,
     check_cast_after_patching,
     check_training,

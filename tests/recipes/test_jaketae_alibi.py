@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flashbias_convert import patch_model
 from flashbias_convert.errors import StaleTermsError
-from tests.recipes.model_parity import PATHS, Case, randomised
+from tests.recipes.model_parity import PATHS, Case, check_training, randomised
 from tests.support import assert_parity
 
 WIDTH, HEADS, LONGEST = 24, 6, 40
@@ -77,6 +77,14 @@ def test_values(causal: bool, dtype: torch.dtype, backend: str) -> None:
         layer.m.zero_()
     with pytest.raises(StaleTermsError):
         case.output(model)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_training_is_the_original(causal: bool) -> None:
+    """Its slopes are a buffer, which gets no gradient: see that of the projections."""
+    check_training(
+        Case(lambda: randomised(Model(causal), std=0.5), run, ("kqv.weight",), {"patched": 2})
+    )
 
 
 def test_more_tokens_than_the_mask_has_are_refused() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
 from typing import Any
 
 import pytest
@@ -71,6 +73,59 @@ def speech_t5() -> nn.Module:
     return nn.ModuleList([Encoder(config), Decoder(config)])
 
 
+def attention_of(family: str, config: str, *classes: str, **sizes: Any) -> nn.Module:
+    """The attention classes of a family of transformers, without the model around them."""
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    settings = getattr(transformers, config)(**sizes)
+    layers = [getattr(module, name) for name in classes]
+    needs_index = ["layer_idx" in inspect.signature(layer).parameters for layer in layers]
+    return nn.ModuleList(
+        [
+            c(settings, **{"layer_idx": 0} if i else {})
+            for c, i in zip(layers, needs_index, strict=True)
+        ]
+    )
+
+
+def inkling(family: str, config: str, *classes: str) -> nn.Module:
+    return attention_of(
+        family, config, *classes, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=8, swa_num_attention_heads=2, swa_num_key_value_heads=2,
+        swa_head_dim=8, sliding_window_size=8, rel_extent=8, d_rel=4,
+    )  # fmt: skip
+
+
+def granite(plus: bool) -> nn.Module:
+    if plus:
+        return attention_of(
+            "granite_speech_plus", "GraniteSpeechPlusEncoderConfig",
+            "GraniteSpeechPlusConformerAttention", hidden_dim=16, num_heads=2, context_size=8,
+        )  # fmt: skip
+    return attention_of(
+        "granite_speech5", "GraniteSpeech5EncoderConfig", "GraniteSpeech5EncoderAttention",
+        hidden_size=16, num_attention_heads=2, head_dim=8, context_size=8,
+    )  # fmt: skip
+
+
+def cpm_ant() -> nn.Module:
+    config = transformers.CpmAntConfig(
+        vocab_size=19, hidden_size=16, num_attention_heads=2, dim_head=8, dim_ff=16,
+        num_hidden_layers=2,
+    )  # fmt: skip
+    model: nn.Module = transformers.CpmAntModel(config)
+    return model
+
+
+def halo_and_bottleneck() -> nn.Module:
+    from timm.layers.bottleneck_attn import BottleneckAttn
+    from timm.layers.halo_attn import HaloAttn
+
+    halo = HaloAttn(16, num_heads=2, block_size=4, halo_size=1)
+    return nn.ModuleList([halo, BottleneckAttn(16, feat_size=(4, 4), num_heads=2)])
+
+
+SECOND = ("Inkling2SlidingAttention", "Inkling2FullAttention")
+LOOP = ("Inkling2LoopSlidingAttention", "Inkling2LoopFullAttention")
 CASES: dict[str, tuple[Any, dict[str, int], str]] = {
     "CaiT": (cait, {"unsupported": 2}, "mixes its heads"),
     "LeViT": (levit, {"left alone": 3}, "nothing to save"),
@@ -78,8 +133,24 @@ CASES: dict[str, tuple[Any, dict[str, int], str]] = {
     "DeBERTa V2": (lambda: deberta("V2"), {"unsupported": 2}, "full rank"),
     "XLNet": (xlnet, {"unsupported": 2}, "relative shift"),
     "Conformer": (lambda: conformer("relative_key"), {"unsupported": 2}, "relative shift"),
+    "Granite Speech 5": (lambda: granite(plus=False), {"unsupported": 1}, "relative shift"),
+    "Granite Speech Plus": (lambda: granite(plus=True), {"unsupported": 1}, "relative shift"),
+    "Inkling": (
+        lambda: inkling("inkling", "InklingTextConfig", "InklingAttention"),
+        {"unsupported": 1}, "profiles of the distance",
+    ),
+    "Inkling 2": (
+        lambda: inkling("inkling2", "Inkling2TextConfig", *SECOND),
+        {"unsupported": 2}, "profiles of the distance",
+    ),
+    "Inkling 2 Loop": (
+        lambda: inkling("inkling2_loop", "Inkling2LoopTextConfig", *LOOP),
+        {"unsupported": 2}, "profiles of the distance",
+    ),
+    "CPM-Ant": (cpm_ant, {"unsupported": 2}, "segments of each batch"),
+    "halo and bottleneck": (halo_and_bottleneck, {"unsupported": 2}, "of its queries"),
     "rotary Conformer": (lambda: conformer("rotary"), {"left alone": 2}, "no relative positions"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -71,7 +71,7 @@ CASES = [
     case("vit_relpos", vit, 20, sites=2),
     case("vit_relpos with a table", vit, 20, sites=2, rel_pos_type="bias", class_token=True),
     case("vit_relpos with a class token", vit, 20, sites=2, class_token=True, qk_norm=True),
-    case("vit_relpos as in Swin V2", vit, 20, sites=2, rel_pos_type="swin", qkv_bias=False),
+    case("vit_relpos as in Swin V2", vit, 20, sites=2, rel_pos_type="mlp_swin", qkv_bias=False),
     TINY,
 ]
 
@@ -152,10 +152,7 @@ def test_another_image_size_is_refused_until_patched_again() -> None:
         assert_parity(case.output(model, x), plain, truth)
 
 
-def test_a_bias_that_blocks_share_is_unsupported_and_said() -> None:
-    plan = inspect_model(vit(shared_rel_pos=True).eval(), method="exact")
-    assert plan.counts() == {"unsupported": 2}
-    assert "one bias for all blocks" in plan.sites[0].reason
+def test_without_relative_positions_it_is_left_alone() -> None:
     plan = inspect_model(coatnet(rel_pos_type="none").eval(), method="exact")
     assert {site.reason for site in plan.sites} == {"it has no relative positions"}
 

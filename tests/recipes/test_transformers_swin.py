@@ -15,7 +15,7 @@ from flashbias_convert import inspect_model, patch_model, unpatch_model
 from flashbias_convert.attention.backends import BackendFallbackWarning
 from flashbias_convert.fallback import _warn as say_original
 from flashbias_convert.swap import patched_modules
-from tests.recipes.parity import CHECKS, ONCE, Case, check_compiled
+from tests.recipes.parity import CHECKS, ONCE, Case, check_compiled, check_training
 from tests.support import assert_parity
 
 transformers = pytest.importorskip("transformers")
@@ -122,6 +122,12 @@ def test_changes(case: Case, check: Callable[[Case], None]) -> None:
 def shifted(model: Any) -> Any:
     """The layer of a model whose map is rolled."""
     return model.encoder.layers[0].blocks[1]
+
+
+@pytest.mark.parametrize("name", ["MaskFormer", "CLAP", "Swin2SR"])
+def test_training_is_the_original(name: str) -> None:
+    (case,) = (case for case in CASES if case.name == name)
+    check_training(case)
 
 
 @pytest.mark.parametrize("case", [SWIN, SWINV2], ids=str)
