@@ -15,7 +15,7 @@ from ..decompose.decision import HeadDecision
 from ..decompose.factor_networks import FactorNetworks
 from ..decompose.neural import Check, FitResult, fit
 from ..decompose.neural_options import FitOptions
-from ..decompose.pair_forms import networks_in_words
+from ..decompose.pair_forms import forms, networks_in_words
 from ..errors import DecompositionError, NothingToConvertError, UsageError
 from ..inputs import Batch, as_inputs
 from ..inspection import (
@@ -251,7 +251,13 @@ class _Fitter:
         too_dear = networks_in_words(queries, size, self.rank, self.site.head_dim)
         if too_dear is not None and result.reached:
             warnings += (too_dear,)
-        site = dataclasses.replace(self.site, n=queries, m=size, warnings=warnings)
+        site = dataclasses.replace(
+            self.site,
+            n=queries,
+            m=size,
+            warnings=warnings,
+            forms=forms(queries, size, self.site.head_dim) if self.site.forms else (),
+        )
         if not result.reached:
             return _unfitted(site, f"{NOT_REACHED}: {what}")
         with leave_no_trace(self.model):

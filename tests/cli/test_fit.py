@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from flashbias_convert import load_model
+from flashbias_convert.decompose.pair_forms import forms
 from tests.pairformer import RECIPES, PairModel, make_inputs, make_model
 
 from .conftest import Cli, Result
@@ -121,6 +123,7 @@ def test_a_site_of_a_recipe_with_a_dense_bias_is_left_alone_too(
     for site in told["plan"]["sites"]:
         assert site["status"] == "left alone" and "did not reach" in site["reason"]
         assert site["spec"] is None and site["decisions"] == [] and site["gain"] is None
+        assert site["forms"] == [dict(form) for form in forms(12, 12, site["head_dim"])]
     shown = fit_folding(cli, folding, "--energy", 0.999999, "-o", out)
     assert "converted" not in shown.out and "left alone" in shown.out
 
@@ -145,6 +148,8 @@ def test_fits_that_reach_are_written_beside_those_that_miss(
     told = done.json()
     assert told["exit_code"] == 5 and told["counts"] == {"left alone": 1, "patched": 2}
     assert "1 fit missed what was asked, the rest was converted" in done.err
+    beside = json.loads(Path(told["plan_file"]).read_text())
+    assert beside["sites"] == told["plan"]["sites"] and all(s["forms"] for s in beside["sites"])
     loaded = load_model(out)
     names = [name for name, m in loaded.named_modules() if hasattr(m, "score_bias")]
     assert len(names) == 2 and all("tri_att" in name for name in names)
