@@ -28,12 +28,8 @@ class TriangleAttention(PairAttention):
     mha: nn.Module
 
     def bias_weights(self) -> tuple[Tensor, ...]:
-        norm = self.layer_norm
-        weights = (
-            projection(self).weight,
-            getattr(norm, "weight", None),
-            getattr(norm, "bias", None),
-        )
+        norm, own = self.layer_norm, projection(self)
+        weights = (own.weight, getattr(norm, "weight", None), getattr(norm, "bias", None))
         return tuple(w for w in weights if isinstance(w, Tensor))
 
     def flashbias_forward(

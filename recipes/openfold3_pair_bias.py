@@ -70,8 +70,8 @@ def pair_bias_call(module: Any, arguments: Mapping[str, Any]) -> tuple[Tensor, P
     return normed, PairCall(
         q, k, v, z,
         bias=lambda: module.linear_z(pairs()).movedim(-1, -3),
-        # in the diffusion of the pairs alone: a sample changes from step to step
-        features=lambda: pair_features(pairs(), normed if s is None else None, tokens),
+        features=lambda: pair_features(pairs(), mask=tokens),
+        single=normed if s is None and z.shape[:-3] == a.shape[:-2] else None,
         key_mask=seen,
         tokens=tokens,
     )  # fmt: skip

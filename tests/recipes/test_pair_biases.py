@@ -13,7 +13,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flashbias_convert import factors_once, inspect_model, patch_model
+from flashbias_convert import (
+    apply_plan,
+    factors_once,
+    fit_sites,
+    inspect_model,
+    patch_model,
+    unpatch_model,
+)
+from flashbias_convert.builders import module_entries
+from flashbias_convert.decompose.factor_networks import FactorNetworks
+from flashbias_convert.decompose.neural_options import FitOptions
 from flashbias_convert.recipe import Registry
 from tests.recipes import model_parity as parity
 from tests.recipes.model_parity import Case, randomised
@@ -270,6 +280,74 @@ def test_protenix_copies_of_pairs_need_a_word() -> None:
             for _ in range(3):
                 model[0](a, s, z.clone())
         assert (memory.calls, memory.served) == (3, served)
+
+
+# -- what networks see of a token ----------------------------------------------------------
+
+
+class Alone(nn.ModuleList):
+    """A module by itself, as a model that can be run."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        out: Tensor = self[0](*args, **kwargs)
+        return out
+
+
+def in_trunk(package: str) -> tuple[Alone, dict[str, Tensor]]:
+    """Attention with pair bias as the trunk of a model has it, and inputs for it."""
+    made: Case = {"boltz1": boltz(1, 1), "boltz2": boltz(2, 1), "protenix": protenix(False)}.get(
+        package
+    ) or openfold3()
+    model = Alone(made.make()).eval()
+    single, z = numbers(model, 2, N, SINGLE), numbers(model, 2, N, N, PAIR, seed=2)
+    if package == "protenix":
+        return model, {"a": single, "s": numbers(model, 2, N, 6), "z": z}
+    if package == "openfold3":
+        return model, {"a": single, "z": z, "mask": padding(z)}
+    more = {"k_in": single} if package == "boltz2" else {}
+    return model, {"s": single, "z": z, "mask": padding(z), **more}
+
+
+@pytest.mark.parametrize("package", ["boltz1", "boltz2", "protenix", "openfold3"])
+def test_in_a_trunk_networks_see_the_tokens_too(package: str) -> None:
+    model, inputs = in_trunk(package)
+    anything = FitOptions(hidden=8, steps=5, check_every=5, energy=None, max_attention_error=None)
+    plan = fit_sites(model, inputs, rank=2, options=anything)
+    (site,) = plan.patched
+    assert site.modules is not None
+    networks: Any = site.modules[FactorNetworks.kind]
+    assert networks.q_features == networks.k_features == 2 * PAIR + SINGLE
+    older = FactorNetworks(2 * PAIR, 2 * PAIR, HEADS, 2, hidden=8)  # of a file from before
+    older.initialise(torch.Generator().manual_seed(0))
+    for own in (networks, older):
+        bias = {"builder_modules": module_entries({FactorNetworks.kind: own})}
+        spec = {**(site.spec or {}), **bias}
+        chosen = dataclasses.replace(site, spec=spec, modules={FactorNetworks.kind: own})
+        apply_plan(model, dataclasses.replace(plan, sites=[chosen]), backend="sdpa")
+        with torch.no_grad():
+            out = model(**inputs)
+            moved = {**inputs, "z": inputs["z"].flip(1)}
+            assert out.isfinite().all() and not torch.equal(out, model(**moved))
+        unpatch_model(model)
+
+
+@pytest.mark.parametrize("package", ["boltz1", "boltz2", "protenix", "openfold3"])
+def test_in_a_diffusion_they_do_not(package: str) -> None:
+    model: Any = {
+        "boltz1": boltz(1, 2), "boltz2": boltz(2, 2), "protenix": protenix(True),
+        "openfold3": openfold3(diffusion=True),
+    }[package].make()  # fmt: skip
+    z, tokens = numbers(model, 2, 1, N, N, PAIR), numbers(model, 2, 3, N, SINGLE)
+    given: dict[str, Any] = {"a": tokens, "s": numbers(model, 2, 3, N, 6), "z": z}
+    if package.startswith("boltz"):  # as its diffusion makes it, with one sample
+        setattr(model[0], "initial_norm" if package == "boltz1" else "compute_pair_bias", False)
+        given = {"s": tokens[:, 0], "z": z[:, 0], "mask": padding(z)}
+        given |= {"k_in": tokens[:, 0]} if package == "boltz2" else {}
+    recipe = Registry(()).find(model[0])
+    assert recipe is not None and recipe.observe is not None
+    with torch.no_grad():
+        seen = recipe.observe(model[0], **given)
+    assert seen.x_q.shape[-1] == 2 * PAIR
 
 
 # -- OpenFold 3 ----------------------------------------------------------------------------
