@@ -111,7 +111,7 @@ recipe = Recipe(
     describe=describe,
     observe=observe,
     about=About(
-        models="pairformer and diffusion transformer of OpenFold 3",
+        models="pairformer and diffusion transformer of OpenFold 3; not its windows of atoms",
         exact="padding mask, pair bias (or factors once per structure, `factors_once`)",
         n="residues of the structure",
     ),
