@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from .builder_module import BuilderModule
 from .decompose.factor_networks import FactorNetworks
 from .kept import kept_with
-from .terms import TERM_KINDS, Alibi, Axial, Dense, KeyBias, LowRank, RelativeTable, Term
+from .terms import TERM_KINDS, Alibi, Axial, Dense, KeyBias, Lookup, LowRank, RelativeTable, Term
 
 
 @dataclass(frozen=True)
@@ -215,6 +215,30 @@ def dense(*, bias: Tensor) -> Dense:
     return Dense(bias=bias)
 
 
+def lookup(*, table: Tensor, code: Tensor) -> Lookup:
+    """A number for each pair, looked up in a table: distances in the graph of a call (Graphormer).
+
+    Args:
+        table: shape (H, T): for each head the values of all codes.
+        code: integers, shape (*batch, N, M), all in 0 ... T - 1.
+
+    Raises:
+        ValueError: on the CPU, a code outside the table. Elsewhere the device stops, as it does
+            for an embedding.
+    """
+
+    def checked() -> Tensor:
+        made = code.to(torch.int32).contiguous()
+        if made.device.type == "cpu" and not torch.compiler.is_compiling():
+            Lookup(table=table, code=made).check_codes()
+        else:  # a kernel trusts codes, and waiting for them would take longer than using them
+            torch._assert_async((made.amin() >= 0) & (made.amax() < table.shape[-1]))
+        return made if made is not code else made.clone()
+
+    codes = kept_with(code, ("lookup codes", table.shape[-1]), checked)
+    return Lookup(table=shared_table(table), code=codes)
+
+
 BUILDERS: dict[str, Builder] = {
     "product": Builder(product),
     "padded_alibi": Builder(padded_alibi, replaces=(Alibi.kind,)),
@@ -225,6 +249,7 @@ BUILDERS: dict[str, Builder] = {
     "dense": Builder(dense),
     "distance_table": Builder(distance_table),
     "window_table": Builder(window_table),
+    "lookup": Builder(lookup),
 }
 
 

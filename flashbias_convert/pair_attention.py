@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .attention import flashbias_attention
@@ -29,6 +30,8 @@ class PairCall:
         source: the tensor that the bias is made from; as long as it is the same, so is the bias.
         bias: makes the bias, (*batch, H, N, M); a batch dimension that shares it has size 1.
         features: makes features of the tokens for factor networks, (*batch, N, C).
+        single: more of them, (*batch, N, C'): the tokens themselves, where they belong to the
+            structure, as in a trunk; in a diffusion module they change from step to step.
         key_mask: bool, (*batch, M), False for keys that nobody may see; None means all count.
         tokens: bool, (*batch, N) with the batch dimensions of the bias: which tokens count.
         scale: of the scores.
@@ -40,13 +43,25 @@ class PairCall:
     source: Tensor
     bias: Callable[[], Tensor]
     features: Callable[[], Tensor]
+    single: Tensor | None = None
     key_mask: Tensor | None = None
     tokens: Tensor | None = None
     scale: float = 1.0
 
+    def token_features(self, width: int | None = None) -> Tensor:
+        """Features with the tokens themselves behind them, fp32, shape (*batch, N, C + C').
+
+        Args:
+            width: of the networks that are fed. Older files have networks of C features alone.
+        """
+        x = self.features()
+        if self.single is None or x.shape[-1] == width:
+            return x
+        return torch.cat([x, self.single.float()], -1)
+
     def observed(self) -> Observed:
         """What a fit needs to know of this call."""
-        x = self.features()
+        x = self.token_features()
         return Observed(x, x, self.bias(), self.tokens, self.q, self.k, self.v, scale=self.scale)
 
 
@@ -73,7 +88,8 @@ class PairAttention(PatchedAttention):
         """
         kwargs: dict[str, Any] = {"scale": call.scale, "key_mask": call.key_mask, "gate": gate}
         if self._is_fitted():
-            x = call.features()
+            networks: Any = self.score_bias.builder_modules()[FactorNetworks.kind]
+            x = call.token_features(networks.q_features)
             built = {FactorNetworks.kind: {"x_q": x, "x_k": x}}
             return self.score_bias(call.q, call.k, call.v, built=built, **kwargs)
         memory = self.score_bias.pair_memory

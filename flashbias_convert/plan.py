@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 from .builder_module import BuilderModule
 from .decompose.decision import HeadDecision
+from .decompose.pair_forms import PairForm
 from .errors import CheckpointError
 from .options import PLAN_FORMAT, DecomposeOptions
 from .terms import ScoreBias
@@ -34,6 +35,8 @@ class SitePlan:
             should be, see `decompose.expected_gain`; None where nobody measured it.
         warnings: what a user should know about this site.
         not_finite: whether it failed because its bias holds NaN or infinity.
+        forms: of a bias that is made anew in each call, the forms that it can take, see
+            `decompose.pair_forms.forms`; empty for other sites.
         spec: `ScoreBias.spec()` of the terms, masks included; None unless patched.
         bias: the terms themselves; only in memory.
         modules: builders with weights, by the names that calls use; only in memory.
@@ -51,6 +54,7 @@ class SitePlan:
     gain: float | None = None
     warnings: tuple[str, ...] = ()
     not_finite: bool = False
+    forms: tuple[PairForm, ...] = ()
     spec: dict[str, Any] | None = None
     bias: ScoreBias | None = field(default=None, repr=False, compare=False)
     modules: Mapping[str, BuilderModule] | None = field(default=None, repr=False, compare=False)
@@ -90,6 +94,7 @@ class SitePlan:
         del fields["bias"], fields["modules"]
         fields["decisions"] = [d.to_json() for d in self.decisions]
         fields["warnings"] = list(self.warnings)
+        fields["forms"] = [dict(form) for form in self.forms]
         return fields
 
     @classmethod
@@ -98,6 +103,8 @@ class SitePlan:
         values = dict(data)
         values["decisions"] = tuple(HeadDecision.from_json(d) for d in values["decisions"])
         values["warnings"] = tuple(values["warnings"])
+        # older plans have none
+        values["forms"] = tuple(dict(form) for form in values.get("forms", ()))
         return cls(**values)
 
 

@@ -25,30 +25,41 @@ class TriangleAttention(PairAttention):
 
     starting: bool
     layer_norm: nn.Module
-    linear: nn.Linear
     mha: nn.Module
 
     def bias_weights(self) -> tuple[Tensor, ...]:
-        norm = self.layer_norm
-        weights = (self.linear.weight, getattr(norm, "weight", None), getattr(norm, "bias", None))
+        norm, own = self.layer_norm, projection(self)
+        weights = (own.weight, getattr(norm, "weight", None), getattr(norm, "bias", None))
         return tuple(w for w in weights if isinstance(w, Tensor))
 
     def flashbias_forward(
         self, x: Tensor, mask: Tensor | None = None, *_: Any, **__: Any
     ) -> Tensor:
-        normed, call = triangle_call(self, x, mask)
+        return self.along_rows(*triangle_call(self, x, mask))
+
+    def along_rows(self, normed: Tensor, call: PairCall) -> Tensor:
+        """The output for what `triangle_call` found, shape (*, I, J, C) or, at its end, turned."""
         out = self.attend(call, gate_of(self.mha, normed))  # (*, I, H, J, D)
         merged: Tensor = self.mha.linear_o(out.transpose(-2, -3).flatten(-2))  # type: ignore[operator]
         return merged if self.starting else merged.transpose(-2, -3)
 
 
-def triangle_call(module: Any, x: Tensor, mask: Tensor | None) -> tuple[Tensor, PairCall]:
+def projection(module: Any) -> Any:
+    """The layer that makes the bias: `linear`, or `linear_z` in OpenFold 3."""
+    return module.linear if hasattr(module, "linear") else module.linear_z
+
+
+def triangle_call(
+    module: Any, x: Tensor, mask: Tensor | None, *, turned: bool = False
+) -> tuple[Tensor, PairCall]:
     """The normed pair representation as its rows attend, and what they attend with.
 
     Args:
         module: a triangle attention, patched or not.
         x: pair representation, shape (*, I, J, C).
         mask: ones and zeros, shape (*, I, J), or None.
+        turned: whether the bias of token j and k is that of pair (k, j): OpenFold 3 turns the
+            representation before it calls the ending node.
     """
     source, seen = x, None if mask is None else mask == 1
     if not module.starting:
@@ -58,10 +69,11 @@ def triangle_call(module: Any, x: Tensor, mask: Tensor | None) -> tuple[Tensor, 
     # somebody sees a token that counts; in the outer product of a mask all others are hidden
     tokens = None if seen is None else seen.any(-2)
     q, k, v = module.mha._prep_qkv(x, x)  # (*, I, H, J, D), q scaled
+    pairs = x.transpose(-2, -3) if turned else x
     call = PairCall(
         q, k, v, source,
-        bias=lambda: module.linear(x).movedim(-1, -3).unsqueeze(-4),  # (*, 1, H, J, K)
-        features=lambda: pair_features(x, mask=tokens).unsqueeze(-3),
+        bias=lambda: projection(module)(pairs).movedim(-1, -3).unsqueeze(-4),  # (*, 1, H, J, K)
+        features=lambda: pair_features(pairs, mask=tokens).unsqueeze(-3),
         key_mask=seen,
         tokens=None if tokens is None else tokens.unsqueeze(-2),
     )  # fmt: skip

@@ -69,13 +69,20 @@ def pair_bias_call(module: Any, arguments: Mapping[str, Any]) -> tuple[Tensor, P
     call = PairCall(
         q, k, v, z,
         bias=bias,
-        # of the pairs alone: what a sample looks like changes from step to step
         features=lambda: pair_features(z, mask=seen[:, 0]).unsqueeze(1),
+        single=s.unsqueeze(1) if samples == 1 and _in_trunk(module) else None,
         key_mask=seen,
         tokens=seen[:, :1],
         scale=module.head_dim**-0.5,
     )  # fmt: skip
     return s, call
+
+
+def _in_trunk(module: Any) -> bool:
+    """The diffusion norms its tokens itself (Boltz-1) or projects the bias itself (Boltz-2)."""
+    if hasattr(module, "initial_norm"):
+        return bool(module.initial_norm)
+    return bool(getattr(module, "compute_pair_bias", False))
 
 
 def observe(module: Any, *args: Any, **kwargs: Any) -> Observed:

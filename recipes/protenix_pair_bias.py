@@ -75,7 +75,9 @@ def pair_bias_call(
     def features() -> Tensor:
         return pair_features(z.movedim(-3, -1) if fused else module.layernorm_z(z))
 
-    return normed, PairCall(q, k, v, z, bias=bias, features=features)
+    in_trunk = not module.has_s and z.shape[:-3] == a.shape[:-2]
+    single = normed if in_trunk else None
+    return normed, PairCall(q, k, v, z, bias=bias, features=features, single=single)
 
 
 def observe(

@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashbias_convert import Alibi, Axial, Dense, LowRank, Regions, RelativeTable, ScoreBias
+from flashbias_convert import (
+    Alibi,
+    Axial,
+    Dense,
+    Lookup,
+    LowRank,
+    Regions,
+    RelativeTable,
+    ScoreBias,
+)
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,13 @@ def offsets(shape: Shape, device: torch.device) -> ScoreBias:
     values = torch.randn(shape.heads, 2 * shape.n - 1, device=device)
     term = RelativeTable(table=values, u=token, v=shape.n - 1 - token)
     return ScoreBias((term,), shape.heads)
+
+
+def lookup(shape: Shape, device: torch.device) -> ScoreBias:
+    """512 distances between the nodes of a graph, as Graphormer's."""
+    values = torch.randn(shape.heads, 512, device=device)
+    code = torch.randint(512, (shape.n, shape.n), dtype=torch.int32, device=device)
+    return ScoreBias((Lookup(table=values, code=code),), shape.heads)
 
 
 def axial(shape: Shape, device: torch.device) -> ScoreBias:

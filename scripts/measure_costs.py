@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import triton
-from attention_shapes import Shape, alibi, dense, low_rank, offsets, with_regions
+from attention_shapes import Shape, alibi, dense, lookup, low_rank, offsets, with_regions
 from torch import Tensor
 from tune_attention import time_ms
 
@@ -57,6 +57,7 @@ FORMS: dict[str, Make] = {
     **{f"low_rank {rank}": low_rank(rank) for rank in (16, 32, 64, 128, 256)},
     "low_rank 16 + diagonal": with_diagonal(low_rank(16)),
     "relative_table": offsets,
+    "lookup": lookup,
     "dense": dense,
     "alibi": alibi,
     "regions": with_regions(nothing),

@@ -17,7 +17,7 @@ from ..terms import LowRank, ScoreBias, Term
 from .capture import Call
 
 #: kinds of terms that stand for a decomposed bias; all others are masks and closed forms
-DECOMPOSED = ("relative_table", "dense", "low_rank", "diagonal")
+DECOMPOSED = ("relative_table", "lookup", "dense", "low_rank", "diagonal")
 #: ranks that kernels compute with anyway
 RANKS = (16, 32, 64, 128)
 #: names of forms without a rank

@@ -93,7 +93,7 @@ def run_conversion(request: Request) -> int:
     pictures = draw_pictures(request, output, *plans[0])
     tell(request, output, done, seconds, verifications[0] if verifications else None, pictures)
     tell_failed_sites(request, done.plan)
-    return exit_code(done.plan)
+    return exit_code(request, done.plan)
 
 
 def _check_reports(request: Request) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ..errors import FitError, NothingToConvertError
 from .conversion import Request, run_conversion
-from .exit_codes import ExitCode
 from .fitting import (
     BatchOpt,
     DataArg,
@@ -117,7 +116,6 @@ def fit(
         raise _not_reached(fitting, error) from error
     if fitting.missed:
         print_error(f"{_count(fitting)}, the rest was converted: {_which(fitting)}")
-        return max(code, ExitCode.PARTLY)
     return code
 
 

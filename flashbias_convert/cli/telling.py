@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import FlashBiasError
 from .exit_codes import ExitCode
+from .fitting import Fitting
 from .output import Output, print_error
 from .reports import write_report
 
@@ -143,7 +144,7 @@ def _data(
         "held_in_memory": None if done.held is None else dataclasses.asdict(done.held),
         "counts": done.plan.counts(),
         "seconds": round(seconds, 3),
-        "exit_code": int(exit_code(done.plan)),
+        "exit_code": int(exit_code(request, done.plan)),
         "plan": done.plan.to_json(),
     }
     if verification is not None:
@@ -151,6 +152,7 @@ def _data(
     return data
 
 
-def exit_code(plan: Plan) -> ExitCode:
-    """DONE, or PARTLY where sites failed."""
-    return ExitCode.PARTLY if plan.with_status("failed") else ExitCode.DONE
+def exit_code(request: Request, plan: Plan) -> ExitCode:
+    """DONE, or PARTLY where sites failed or missed what a fit was asked for."""
+    missed = isinstance(request.calibrating, Fitting) and request.calibrating.missed
+    return ExitCode.PARTLY if missed or plan.with_status("failed") else ExitCode.DONE

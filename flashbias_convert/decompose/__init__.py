@@ -10,6 +10,7 @@ from .decision import Decomposition, HeadDecision
 from .energy import cumulative_energy, rank_for_energy, spectrum
 from .exact import dense_term, is_row_constant, regions, relative_table
 from .gain import expected_gain
+from .lookups import lookup
 from .loss import Loss, measure, row_center
 from .svd import split_columns, svd_factors
 
@@ -25,6 +26,7 @@ __all__ = [
     "dense_term",
     "expected_gain",
     "is_row_constant",
+    "lookup",
     "measure",
     "rank_bucket",
     "rank_for_energy",

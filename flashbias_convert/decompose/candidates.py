@@ -15,10 +15,11 @@ from torch import Tensor
 
 from ..errors import DecompositionError
 from ..options import DecomposeOptions
-from ..terms import Diagonal, LowRank, RelativeTable, Term
-from .costs import SMALLEST_BUCKET, added_cost, rank_bucket
+from ..terms import Diagonal, Lookup, LowRank, RelativeTable, Term
+from .costs import SMALLEST_BUCKET, added_cost, is_measured, rank_bucket
 from .decision import HeadDecision
 from .exact import relative_table
+from .lookups import few_values, lookup
 from .loss import Loss, measure
 from .low_rank_diagonal import truncated_svd_with_diagonal
 from .svd import TruncatedSVD, split_columns, truncated_svd
@@ -29,8 +30,11 @@ ENERGY_SLACK_RELATIVE, ENERGY_SLACK_ABSOLUTE = 1e-6, 1e-12
 #: What a decision calls factors and a diagonal together.
 LOW_RANK_AND_DIAGONAL = "low_rank+diagonal"
 
-#: Relative tables, each with the heads that it was found for.
-Tables = list[tuple[list[int], RelativeTable]]
+#: What the entries of a table are for.
+_OF = {RelativeTable.kind: "relative positions", Lookup.kind: "values, looked up for each pair,"}
+
+#: Relative tables and lookups, each with the heads that it was found for.
+Tables = list[tuple[list[int], RelativeTable | Lookup]]
 
 
 @dataclass(frozen=True)
@@ -248,7 +252,27 @@ def _attempt(
 
 
 def find_tables(bias: Tensor, heads: list[int], index: Tensor | None, name: str) -> Tables:
-    """Relative tables for as many of the heads as have one, in as few terms as possible."""
+    """Tables for as many of the heads as have one, in as few terms as possible.
+
+    Relative tables first: theirs are codes per token. The rest is looked up pair by pair, if it is.
+    """
+    found = _relative_tables(bias, heads, index, name)
+    with_table = {head for members, _ in found for head in members}
+    return found + _lookups(bias, [head for head in heads if head not in with_table])
+
+
+def _lookups(bias: Tensor, heads: list[int]) -> Tables:
+    """One term for the heads, or for those of them that take few values."""
+    if not heads:
+        return []
+    term = lookup(select(bias, heads))
+    if term is not None:
+        return [(heads, term)]
+    some = [head for head in heads if few_values(select(bias, [head]))]
+    return _lookups(bias, some) if len(some) < len(heads) else []
+
+
+def _relative_tables(bias: Tensor, heads: list[int], index: Tensor | None, name: str) -> Tables:
     if not heads:
         return []
     together = relative_table(select(bias, heads), index, name=name)
@@ -257,7 +281,7 @@ def find_tables(bias: Tensor, heads: list[int], index: Tensor | None, name: str)
     alone = {h: relative_table(select(bias, [h]), index, name=name) for h in heads}
     found = {h: term for h, term in alone.items() if term is not None}
     if len(found) < len(heads):
-        return find_tables(bias, list(found), index, name)
+        return _relative_tables(bias, list(found), index, name)
     return _group(found)
 
 
@@ -283,16 +307,22 @@ def _merge(terms: Sequence[RelativeTable]) -> RelativeTable:
 def exact_candidates(
     bias: Tensor, head: int, tables: Tables, head_dim: int | None = None
 ) -> list[Candidate]:
-    """In order of preference at equal cost; nothing is lost (a table was compared bit for bit)."""
+    """In order of preference at equal cost; nothing is lost (a table was compared bit for bit).
+
+    A lookup comes before the bias itself, of which it takes fewer bytes, unless it costs more.
+    """
     n, m = bias.shape[-2:]
-    found = []
+    dense = added_cost("dense", n, m, head_dim=head_dim)
+    found = [Candidate("dense", dense, "the bias itself is exact")]
     for members, term in tables:
         if head in members:
-            why = f"a table of {term.table.shape[-1]} relative positions is exact"
-            cost = added_cost("relative_table", n, m, head_dim=head_dim)
-            found.append(Candidate("relative_table", cost, why))
-    cost = added_cost("dense", n, m, head_dim=head_dim)
-    found.append(Candidate("dense", cost, "the bias itself is exact"))
+            kind, entries = term.kind, term.table.shape[-1]
+            cost = added_cost(kind, n, m, head_dim=head_dim)
+            why = f"a table of {entries} {_OF[kind]} is exact"
+            if not is_measured(kind, head_dim):
+                why += " (its cost was not measured, but reckoned from those of other terms)"
+            at = 1 if kind == Lookup.kind and cost > dense else 0
+            found.insert(at, Candidate(kind, cost, why))
     return found
 
 

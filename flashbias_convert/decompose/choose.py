@@ -41,7 +41,8 @@ def decompose(
     """Turn a bias into terms.
 
     Method "svd" truncates every head at the rank for `options.energy` (FlashBias, section 3.2);
-    "exact" keeps every bit: a relative table where one is recognised, else the dense bias; "auto"
+    "exact" keeps every bit: a relative table where one is recognised, a lookup of few values where
+    that costs no more than the dense bias, else the dense bias; "auto"
     takes, per head, the cheapest candidate (`costs.added_cost`) that keeps the energy and stays
     within `options.max_attention_error`, and sets `left_alone` for a site with fewer than
     `costs.SHORTEST_N` queries and keys. A truncation that fails either criterion is replaced by an
@@ -177,7 +178,7 @@ def terms_of(
         heads = of(*truncation.kinds())
         terms += truncation.terms(heads, total) if heads else ()
     for members, table in tables:
-        heads = [h for h in of("relative_table") if h in members]
+        heads = [h for h in of(table.kind) if h in members]
         chosen = table.select_heads([members.index(h) for h in heads]) if heads else None
         if chosen is not None:
             terms.append(dataclasses.replace(chosen, heads=named(heads, total)))

@@ -36,6 +36,10 @@ FORMS = {
     "regions": "regions",
 }
 
+#: Not measured yet, and the terms that each is reckoned from: the dearer of them counts. A lookup
+#: reads an integer for each pair, where a dense bias reads a number, and then an entry of a table.
+RECKONED = {"lookup": ("dense", "relative_table")}
+
 #: The class of cards whose measurements count; the table may have others.
 CARDS = "hopper"
 #: length -> picoseconds per score, ascending
@@ -64,13 +68,15 @@ def time_per_score(form: str, n: int, m: int, head_dim: int | None = None) -> fl
     Raises:
         ValueError: a form that was not measured.
     """
-    table = _table()
-    sizes = sorted(table)
-    at = min(bisect.bisect_left(sizes, head_dim or USUAL_HEAD_DIM), len(sizes) - 1)
-    curves = table[sizes[at]]
+    curves = _curves(head_dim)
     if form not in curves:
         raise ValueError(f"no cost is known for {form!r}")
     return _interpolated(curves[form], math.sqrt(max(1, n * m)))
+
+
+def is_measured(kind: str, head_dim: int | None = None) -> bool:
+    """Whether the cost of a kind of term comes from a measurement of its own."""
+    return kind not in RECKONED or kind in _curves(head_dim)
 
 
 def added_cost(kind: str, n: int, m: int, rank: int = 0, head_dim: int | None = None) -> float:
@@ -98,6 +104,10 @@ def added_cost(kind: str, n: int, m: int, rank: int = 0, head_dim: int | None = 
     if kind in TOGETHER:
         both, one = (time_per_score(form, n, m, head_dim) for form in TOGETHER[kind])
         return max(0.0, both - one)
+    if kind in RECKONED:
+        if is_measured(kind, head_dim):
+            return _added(kind, n, m, head_dim)
+        return max(added_cost(other, n, m, head_dim=head_dim) for other in RECKONED[kind])
     if kind not in FORMS:
         raise ValueError(f"no cost is known for a term of kind {kind!r}")
     return _added(FORMS[kind], n, m, head_dim)
@@ -122,6 +132,13 @@ def _interpolated(curve: Curve, length: float) -> float:
     (n0, low), (n1, high) = curve[at - 1], curve[at]
     share = math.log(length / n0) / math.log(n1 / n0)
     return low + share * (high - low)
+
+
+def _curves(head_dim: int | None) -> dict[str, Curve]:
+    """Those of the next measured head size."""
+    table = _table()
+    sizes = sorted(table)
+    return table[sizes[min(bisect.bisect_left(sizes, head_dim or USUAL_HEAD_DIM), len(sizes) - 1)]]
 
 
 @cache

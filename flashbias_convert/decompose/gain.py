@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .costs import DENSE_SDPA, PLAIN, added_cost, time_per_score
+from .costs import DENSE_SDPA, PLAIN, added_cost, is_measured, time_per_score
 from .decision import HeadDecision
 
 
@@ -29,6 +29,10 @@ def expected_gain(
     Returns:
         The ratio, or None where a term was never measured.
     """
+    masks, decisions = tuple(masks), tuple(decisions)
+    kinds = [*masks, *(kind for d in decisions for kind in d.term.split("+"))]
+    if not all(is_measured(kind, head_dim) for kind in kinds):
+        return None
     try:
         shared = sum(added_cost(kind, n, m, head_dim=head_dim) for kind in masks)
         own = [

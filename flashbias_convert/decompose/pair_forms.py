@@ -7,6 +7,8 @@ kernel less up to some rank, which depends on how long the sequence is. All cost
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 from . import costs
 
 #: sequences that a plan tells of, beside the length that it is made for
@@ -28,6 +30,39 @@ def affordable_rank(n: int, m: int, head_dim: int | None = None) -> int:
     ranks = (rank for rank in costs.BUCKETS if rank <= most)
     return max(
         (r for r in ranks if costs.added_cost("low_rank", n, m, r, head_dim) < dense), default=0
+    )
+
+
+class PairForm(TypedDict):
+    """One form of a bias that is made anew in each call; plain JSON values.
+
+    Attributes:
+        form: "dense" (as it is, exact), "factors_once" (factors made once per structure) or
+            "factor_network" (factors made by fitted networks in each call).
+        max_rank: the largest rank that costs less than the bias as it is, 0 where none does; None
+            for the bias itself, which has no rank.
+        ps_per_score: picoseconds per score that a kernel needs more than without a bias: with
+            `max_rank` columns, or, where no rank costs less, with the fewest.
+    """
+
+    form: str
+    max_rank: int | None
+    ps_per_score: float
+
+
+def forms(n: int, m: int, head_dim: int | None = None) -> tuple[PairForm, ...]:
+    """The forms of such a bias, the exact one first.
+
+    Args:
+        n, m, head_dim: see `affordable_rank`.
+    """
+    rank = affordable_rank(n, m, head_dim)
+    columns = costs.added_cost("low_rank", n, m, max(rank, costs.SMALLEST_BUCKET), head_dim)
+    dense = costs.added_cost("dense", n, m, head_dim=head_dim)
+    return (
+        PairForm(form="dense", max_rank=None, ps_per_score=dense),
+        PairForm(form="factors_once", max_rank=rank, ps_per_score=columns),
+        PairForm(form="factor_network", max_rank=rank, ps_per_score=columns),
     )
 
 

@@ -15,7 +15,7 @@ from ..decompose.decision import HeadDecision
 from ..decompose.factor_networks import FactorNetworks
 from ..decompose.neural import Check, FitResult, fit
 from ..decompose.neural_options import FitOptions
-from ..decompose.pair_forms import networks_in_words
+from ..decompose.pair_forms import forms, networks_in_words
 from ..errors import DecompositionError, NothingToConvertError, UsageError
 from ..inputs import Batch, as_inputs
 from ..inspection import (
@@ -27,7 +27,7 @@ from ..inspection import (
     together,
 )
 from ..modules import with_builders
-from ..plan import Plan, SitePlan
+from ..plan import Plan, SitePlan, Status
 from ..recipe import Recipe, Registry
 from ..shares import each
 from ..swap import restored, unpatch_all
@@ -138,6 +138,24 @@ def _can_be_fitted(model: nn.Module, site: SitePlan, registry: Registry) -> bool
     return site.status == "patched" and recipe is not None and recipe.observe is not None
 
 
+def _unfitted(site: SitePlan, reason: str, status: Status = "left alone") -> SitePlan:
+    """A site without networks: nothing of what it was planned with before the fit stays.
+
+    A site that serves its bias as it is was planned as patched; whoever asks for a fit and does
+    not get it shall not find it converted to something else.
+    """
+    return dataclasses.replace(
+        site,
+        status=status,
+        reason=reason,
+        decisions=(),
+        gain=None,
+        spec=None,
+        bias=None,
+        modules=None,
+    )
+
+
 def _owner(model: nn.Module, site: SitePlan, registry: Registry) -> nn.Module | None:
     recipe = registry.find(model.get_submodule(site.name))
     if recipe is None:
@@ -194,13 +212,13 @@ class _Fitter:
         recipe = self.registry.find(module)
         if recipe is None or recipe.observe is None:
             reason = f"recipe {self.site.recipe} does not say what a fit needs"
-            return dataclasses.replace(self.site, status="unsupported", reason=reason)
+            return _unfitted(self.site, reason, "unsupported")
         attention = self.options.loss == "attention"
         found = collect(
             self.model, module, recipe.observe, batches, most=calls, attention=attention
         )
         if not found.samples:
-            return dataclasses.replace(self.site, reason="it did not run on these inputs")
+            return _unfitted(self.site, "it did not run on these inputs")
         train, judges, apart = found.split()
         here = torch.device(device) if device is not None else train[0].bias.device
         try:
@@ -217,7 +235,7 @@ class _Fitter:
                 progress=None if progress is None else lambda c: progress(self.site.name, c),
             )
         except DecompositionError as error:
-            return dataclasses.replace(self.site, status="failed", reason=str(error))
+            return _unfitted(self.site, str(error), "failed")
         return self._planned(result, found, apart, recipe)
 
     def _planned(
@@ -234,10 +252,14 @@ class _Fitter:
         if too_dear is not None and result.reached:
             warnings += (too_dear,)
         site = dataclasses.replace(
-            self.site, n=queries, m=size, decisions=self._decisions(result), warnings=warnings
+            self.site,
+            n=queries,
+            m=size,
+            warnings=warnings,
+            forms=forms(queries, size, self.site.head_dim) if self.site.forms else (),
         )
         if not result.reached:
-            return dataclasses.replace(site, reason=f"{NOT_REACHED}: {what}")
+            return _unfitted(site, f"{NOT_REACHED}: {what}")
         with leave_no_trace(self.model):
             described = recipe.describe(find_site(self.model, self.site.name, recipe))
         bias = ScoreBias(described.exact_terms, self.site.heads)
@@ -246,6 +268,7 @@ class _Fitter:
             site,
             status="patched",
             reason=what,
+            decisions=self._decisions(result),
             spec=with_builders(bias.spec(), (), modules),  # instead of the bias as it is
             bias=bias,
             modules=modules,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import nn
 
 from ..decompose import Decomposition, decompose, expected_gain
-from ..decompose.pair_forms import forms_in_words
+from ..decompose.pair_forms import PairForm, forms, forms_in_words
 from ..errors import FlashBiasError, NotFiniteError, UsageError
 from ..hooks import at_hand, children_read, is_dispatched, loads_all_below
 from ..modules import with_builders
@@ -172,6 +172,7 @@ def _decide(plan: SitePlan, description: Description, options: DecomposeOptions)
         status="patched",
         reason=_summary(result, description),
         gain=_gain(result, description),
+        forms=_forms(description),
         spec=with_builders(bias.spec(), description.builders),
         bias=bias,
     )
@@ -191,6 +192,13 @@ def _gain(result: Decomposition, description: Description) -> float | None:
     masks = [term.kind for term in description.exact_terms]
     sizes = description.n, description.m, description.head_dim
     return expected_gain(result.decisions, masks, *sizes)
+
+
+def _forms(description: Description) -> tuple[PairForm, ...]:
+    """What else a bias could be that is served as it is, but need not."""
+    if not description.depends_on_input:
+        return ()
+    return forms(description.n, description.m, description.head_dim)
 
 
 def _summary(result: Decomposition, description: Description) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +12,10 @@ import torch
 from safetensors.torch import save_file
 
 from flashbias_convert import load_model
+from flashbias_convert.decompose.pair_forms import forms
 from tests.pairformer import RECIPES, PairModel, make_inputs, make_model
 
-from .conftest import Cli
+from .conftest import Cli, Result
 
 QUICK = ["--rank", 4, "--hidden", 8, "--steps", 20, "--learning-rate", 0.02]
 
@@ -80,9 +83,76 @@ def test_some_fits_good_enough_write_those(
     monkeypatch.setattr(sites, "fit", spoiled)
     out = tmp_path / "out.safetensors"
     asked = ["--energy", 0.01, "--max-attention-error", 1, "-o", out]
-    done = cli(*arguments(files, *asked))
+    done = cli(*arguments(files, *asked, "--json"))
     assert done.code == 5 and out.exists()
     assert "1 fit missed what was asked, the rest was converted: triangle" in done.err
+    told = done.json()
+    assert told["exit_code"] == 5 and told["counts"] == {"left alone": 1, "patched": 1}
+
+
+# -- ESMFold of transformers, whose sites would be converted without a fit, too -----------------
+
+
+@pytest.fixture(scope="module")
+def folding(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model, and data."""
+    pytest.importorskip("transformers")
+    from tests.recipes.test_esmfold import model
+
+    folder = tmp_path_factory.mktemp("folding")
+    model().save_pretrained(folder / "m")
+    residues = torch.randint(0, 20, (3, 12), generator=torch.Generator().manual_seed(0))
+    np.savez(folder / "data.npz", input_ids=residues.numpy())
+    return folder
+
+
+def fit_folding(cli: Cli, folder: Path, *more: object) -> Result:
+    quick = ("--rank", 1, "--hidden", 4, "--steps", 5)
+    return cli("fit", folder / "m", folder / "data.npz", *quick, *more)
+
+
+def test_a_site_of_a_recipe_with_a_dense_bias_is_left_alone_too(
+    cli: Cli, folding: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    done = fit_folding(cli, folding, "--energy", 0.999999, "-o", out, "--json")
+    assert done.code == 4 and not list(tmp_path.iterdir())
+    assert "3 fits missed what was asked, nothing was written" in done.err
+    told = done.json()
+    assert told["exit_code"] == 4 and told["error"]["type"] == "FitError"
+    for site in told["plan"]["sites"]:
+        assert site["status"] == "left alone" and "did not reach" in site["reason"]
+        assert site["spec"] is None and site["decisions"] == [] and site["gain"] is None
+        assert site["forms"] == [dict(form) for form in forms(12, 12, site["head_dim"])]
+    shown = fit_folding(cli, folding, "--energy", 0.999999, "-o", out)
+    assert "converted" not in shown.out and "left alone" in shown.out
+
+
+def test_fits_that_reach_are_written_beside_those_that_miss(
+    cli: Cli, folding: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flashbias_convert.fitting import sites
+
+    original = sites.fit
+
+    def spoiled(draw: Any, **options: Any) -> Any:
+        result = original(draw, **options)
+        object.__setattr__(result, "reached", "tri_att" in options["state"].name)
+        return result
+
+    monkeypatch.setattr(sites, "fit", spoiled)
+    out = tmp_path / "out"
+    anything = ("--energy", 0.001, "--max-attention-error", 1, "--state", tmp_path / "fits")
+    done = fit_folding(cli, folding, *anything, "-o", out, "--json")
+    assert done.code == 5, done.err
+    told = done.json()
+    assert told["exit_code"] == 5 and told["counts"] == {"left alone": 1, "patched": 2}
+    assert "1 fit missed what was asked, the rest was converted" in done.err
+    beside = json.loads(Path(told["plan_file"]).read_text())
+    assert beside["sites"] == told["plan"]["sites"] and all(s["forms"] for s in beside["sites"])
+    loaded = load_model(out)
+    names = [name for name, m in loaded.named_modules() if hasattr(m, "score_bias")]
+    assert len(names) == 2 and all("tri_att" in name for name in names)
 
 
 def test_a_dry_run_fits_and_writes_nothing(cli: Cli, files: Path, tmp_path: Path) -> None:

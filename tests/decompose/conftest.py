@@ -14,7 +14,7 @@ def prices(monkeypatch: pytest.MonkeyPatch) -> Prices:
     """By kind, and by padded rank for factors; a test may change them."""
     found: Prices = {
         "none": 0, 16: 1, 32: 2, 64: 6, 128: 16, 256: 40, "diagonal": 1, "dense": 5,
-        "relative_table": 9,
+        "relative_table": 9, "lookup": 5,
     }  # fmt: skip
 
     def cost(kind: str, n: int, m: int, rank: int = 0, head_dim: int | None = None) -> float:

@@ -8,25 +8,28 @@ from typing import Any
 
 import pytest
 
-from flashbias_convert.decompose import HeadDecision, added_cost, expected_gain
+from flashbias_convert.decompose import HeadDecision, added_cost, costs, expected_gain
 from flashbias_convert.decompose.costs import (
     BUCKETS,
     DENSE_SDPA,
     FORMS,
     PLAIN,
+    RECKONED,
     TOGETHER,
     _table,
+    is_measured,
     time_per_score,
 )
 
-KINDS = [*FORMS, *TOGETHER]
+KINDS = [*FORMS, *TOGETHER, *RECKONED]
 
 
 def test_every_form_was_measured_at_every_size() -> None:
     forms = {PLAIN, DENSE_SDPA, *FORMS.values(), *(f"low_rank {b}" for b in BUCKETS)}
     forms |= {form for pair in TOGETHER.values() for form in pair}
     lengths = {tuple(n for n, _ in curve) for own in _table().values() for curve in own.values()}
-    assert len(lengths) == 1 and all(set(own) == forms for own in _table().values())
+    measured = [set(own) - set(RECKONED) for own in _table().values()]
+    assert len(lengths) == 1 and all(own == forms for own in measured)
     assert all(ps > 0 for own in _table().values() for curve in own.values() for _, ps in curve)
 
 
@@ -78,3 +81,24 @@ def test_the_gain_counts_every_head_and_mask() -> None:
     bare = expected_gain([], [], *at)
     assert gain is not None and bare is not None and bare > gain
     assert expected_gain(heads, ["axial"], *at) is None
+
+
+def test_what_was_not_measured_counts_as_the_dearest_that_it_is_like(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = HeadDecision(0, "lookup", None, 1.0, 0.0, 0.0, 0.0, "")
+    without = {
+        d: {f: c for f, c in forms.items() if f != "lookup"} for d, forms in _table().items()
+    }
+    monkeypatch.setattr(costs, "_table", lambda: without)
+    at = {"n": 576, "m": 576, "head_dim": 32}
+    assert not is_measured("lookup", 32) and is_measured("dense", 32)
+    like = [added_cost(kind, **at) for kind in ("dense", "relative_table")]
+    assert added_cost("lookup", **at) == max(like)
+    assert expected_gain([own], [], 576, 576, 32) is None
+
+    curve = [(n, ps + 1.0) for n, ps in without[32][PLAIN]]
+    monkeypatch.setattr(costs, "_table", lambda: {32: {**without[32], "lookup": curve}})
+    assert is_measured("lookup", 32)
+    assert added_cost("lookup", **at) == pytest.approx(1.0)
+    assert expected_gain([own], [], 576, 576, 32) is not None

@@ -7,6 +7,7 @@ import pytest
 from flashbias_convert.decompose import costs, pair_forms
 from flashbias_convert.decompose.pair_forms import (
     affordable_rank,
+    forms,
     forms_in_words,
     networks_in_words,
 )
@@ -21,6 +22,19 @@ def test_the_affordable_rank_is_the_last_that_pays(n: int, head_dim: int | None)
     if rank:
         assert costs.added_cost("low_rank", n, n, rank, head_dim) < dense
     assert costs.added_cost("low_rank", n, n, rank + 1, head_dim) >= dense or rank >= n
+
+
+@pytest.mark.parametrize("n", [24, 384, 2048])
+def test_forms_say_what_they_cost_up_to_the_rank_that_pays(n: int) -> None:
+    dense, once, fitted = forms(n, n, 32)
+    exact = costs.added_cost("dense", n, n, head_dim=32)
+    assert dense == {"form": "dense", "max_rank": None, "ps_per_score": exact}
+    assert (once["form"], fitted["form"]) == ("factors_once", "factor_network")
+    rank = once["max_rank"]
+    assert rank == affordable_rank(n, n, 32)
+    assert once["ps_per_score"] == costs.added_cost("low_rank", n, n, rank or 16, 32)
+    assert (once["ps_per_score"] < exact) == (rank != 0)
+    assert {**fitted, "form": "factors_once"} == once
 
 
 def test_ranks_that_were_not_measured_count_as_too_dear() -> None:

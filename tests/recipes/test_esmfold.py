@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,9 @@ from flashbias_convert import (
     patch_model,
 )
 from flashbias_convert.decompose.neural_options import FitOptions
-from flashbias_convert.decompose.pair_forms import forms_in_words
+from flashbias_convert.decompose.pair_forms import forms, forms_in_words
 from flashbias_convert.modules import ScoreBiasModule
+from flashbias_convert.plan import SitePlan
 from tests.recipes import model_parity as parity
 from tests.recipes.model_parity import PATHS, Case, randomised
 
@@ -102,6 +105,14 @@ def test_the_plan_says_which_form_and_why() -> None:
             words = forms_in_words(tokens, tokens, site.head_dim)
             assert site.reason == f"dense in each call: {words}"
             assert f"at {tokens} tokens; factors cost less" in words
+            assert site.forms == forms(tokens, tokens, site.head_dim)
+            data = json.loads(json.dumps(site.to_json()))
+            assert [form["form"] for form in data["forms"]] == [
+                "dense", "factors_once", "factor_network",
+            ]  # fmt: skip
+            assert SitePlan.from_json(data) == site
+            del data["forms"]  # a plan that was written before there were any
+            assert SitePlan.from_json(data) == dataclasses.replace(site, forms=())
 
 
 def test_comes_and_goes() -> None:

@@ -1,10 +1,11 @@
-"""Boltz, Protenix and OpenFold, where they are installed: patched classes against the originals.
+"""Boltz, Protenix and OpenFold 2 and 3, where they are installed: patched against original classes.
 
 None of them is a dependency; each is tested alone, module by module, with random weights.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flashbias_convert import factors_once, inspect_model, patch_model
+from flashbias_convert import (
+    apply_plan,
+    factors_once,
+    fit_sites,
+    inspect_model,
+    patch_model,
+    unpatch_model,
+)
+from flashbias_convert.builders import module_entries
+from flashbias_convert.decompose.factor_networks import FactorNetworks
+from flashbias_convert.decompose.neural_options import FitOptions
+from flashbias_convert.recipe import Registry
 from tests.recipes import model_parity as parity
 from tests.recipes.model_parity import Case, randomised
 
@@ -21,7 +33,9 @@ TRIANGLES = {
     "boltz": "boltz.model.layers.triangular_attention.attention",
     "protenix": "protenix.model.triangular.triangular",
     "openfold": "openfold.model.triangular_attention",
+    "openfold3": "openfold3.core.model.layers.triangular_attention",
 }
+LARGE = {"linear.": 1.0, "0.linear_z": 1.0}
 PATHS = ((torch.float32, "sdpa"), (torch.float32, "eager"), (torch.bfloat16, "sdpa"))
 
 
@@ -56,7 +70,7 @@ def padding(like: Tensor, copies: int = 1) -> Tensor:
 def triangle(package: str, starting: bool) -> Case:
     def make() -> Any:
         cls = imported(TRIANGLES[package]).TriangleAttention
-        return randomised(nn.ModuleList([cls(PAIR, 4, HEADS, starting=starting)]), 0.4, linear=1.0)
+        return randomised(nn.ModuleList([cls(PAIR, 4, HEADS, starting=starting)]), 0.4, **LARGE)
 
     def run(model: Any) -> Tensor:
         z = numbers(model, 2, N, N, PAIR)
@@ -65,7 +79,8 @@ def triangle(package: str, starting: bool) -> Case:
         out: Tensor = model[0](z, mask=pairs)
         return out[pairs.bool()]
 
-    return Case(make, run, ("0.linear.weight",), {"patched": 1})
+    weights = ("0.linear.weight", "0.linear_z.weight")
+    return Case(make, run, weights, {"patched": 1})
 
 
 @pytest.mark.parametrize(("dtype", "backend"), PATHS)
@@ -265,3 +280,188 @@ def test_protenix_copies_of_pairs_need_a_word() -> None:
             for _ in range(3):
                 model[0](a, s, z.clone())
         assert (memory.calls, memory.served) == (3, served)
+
+
+# -- what networks see of a token ----------------------------------------------------------
+
+
+class Alone(nn.ModuleList):
+    """A module by itself, as a model that can be run."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        out: Tensor = self[0](*args, **kwargs)
+        return out
+
+
+def in_trunk(package: str) -> tuple[Alone, dict[str, Tensor]]:
+    """Attention with pair bias as the trunk of a model has it, and inputs for it."""
+    made: Case = {"boltz1": boltz(1, 1), "boltz2": boltz(2, 1), "protenix": protenix(False)}.get(
+        package
+    ) or openfold3()
+    model = Alone(made.make()).eval()
+    single, z = numbers(model, 2, N, SINGLE), numbers(model, 2, N, N, PAIR, seed=2)
+    if package == "protenix":
+        return model, {"a": single, "s": numbers(model, 2, N, 6), "z": z}
+    if package == "openfold3":
+        return model, {"a": single, "z": z, "mask": padding(z)}
+    more = {"k_in": single} if package == "boltz2" else {}
+    return model, {"s": single, "z": z, "mask": padding(z), **more}
+
+
+@pytest.mark.parametrize("package", ["boltz1", "boltz2", "protenix", "openfold3"])
+def test_in_a_trunk_networks_see_the_tokens_too(package: str) -> None:
+    model, inputs = in_trunk(package)
+    anything = FitOptions(hidden=8, steps=5, check_every=5, energy=None, max_attention_error=None)
+    plan = fit_sites(model, inputs, rank=2, options=anything)
+    (site,) = plan.patched
+    assert site.modules is not None
+    networks: Any = site.modules[FactorNetworks.kind]
+    assert networks.q_features == networks.k_features == 2 * PAIR + SINGLE
+    older = FactorNetworks(2 * PAIR, 2 * PAIR, HEADS, 2, hidden=8)  # of a file from before
+    older.initialise(torch.Generator().manual_seed(0))
+    for own in (networks, older):
+        bias = {"builder_modules": module_entries({FactorNetworks.kind: own})}
+        spec = {**(site.spec or {}), **bias}
+        chosen = dataclasses.replace(site, spec=spec, modules={FactorNetworks.kind: own})
+        apply_plan(model, dataclasses.replace(plan, sites=[chosen]), backend="sdpa")
+        with torch.no_grad():
+            out = model(**inputs)
+            moved = {**inputs, "z": inputs["z"].flip(1)}
+            assert out.isfinite().all() and not torch.equal(out, model(**moved))
+        unpatch_model(model)
+
+
+@pytest.mark.parametrize("package", ["boltz1", "boltz2", "protenix", "openfold3"])
+def test_in_a_diffusion_they_do_not(package: str) -> None:
+    model: Any = {
+        "boltz1": boltz(1, 2), "boltz2": boltz(2, 2), "protenix": protenix(True),
+        "openfold3": openfold3(diffusion=True),
+    }[package].make()  # fmt: skip
+    z, tokens = numbers(model, 2, 1, N, N, PAIR), numbers(model, 2, 3, N, SINGLE)
+    given: dict[str, Any] = {"a": tokens, "s": numbers(model, 2, 3, N, 6), "z": z}
+    if package.startswith("boltz"):  # as its diffusion makes it, with one sample
+        setattr(model[0], "initial_norm" if package == "boltz1" else "compute_pair_bias", False)
+        given = {"s": tokens[:, 0], "z": z[:, 0], "mask": padding(z)}
+        given |= {"k_in": tokens[:, 0]} if package == "boltz2" else {}
+    recipe = Registry(()).find(model[0])
+    assert recipe is not None and recipe.observe is not None
+    with torch.no_grad():
+        seen = recipe.observe(model[0], **given)
+    assert seen.x_q.shape[-1] == 2 * PAIR
+
+
+# -- OpenFold 3 ----------------------------------------------------------------------------
+
+
+def openfold3(diffusion: bool = False, masked: bool = True, samples: int = 3) -> Case:
+    """Two structures, in the diffusion with samples of each, and padding."""
+    lead = (2, samples) if diffusion else (2,)
+
+    def make() -> Any:
+        layers = imported("openfold3.core.model.layers.attention_pair_bias")
+        cls = layers.DiffusionAttentionPairBias if diffusion else layers.AttentionPairBias
+        made = cls(SINGLE, SINGLE, SINGLE, 6, PAIR, SINGLE // HEADS, HEADS)
+        return randomised(nn.ModuleList([made]), 0.4, linear_z=1.0)
+
+    def run(model: Any) -> Tensor:
+        a = numbers(model, *lead, N, SINGLE)
+        z = numbers(model, 2, *(1,) * diffusion, N, N, PAIR, seed=2)
+        mask = padding(a).reshape(2, *(1,) * diffusion, N)
+        given = {"s": numbers(model, *lead, N, 6, seed=3)} if diffusion else {}
+        out: Tensor = model[0](a, z, mask=mask if masked else None, **given)
+        return out[mask.expand(a.shape[:-1]).bool()] if masked else out
+
+    return Case(make, run, ("0.linear_z.weight",), {"patched": 1})
+
+
+@pytest.mark.parametrize(("dtype", "backend"), PATHS)
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("diffusion", [False, True])
+def test_openfold3(diffusion: bool, masked: bool, dtype: torch.dtype, backend: str) -> None:
+    parity.check_values(openfold3(diffusion, masked), dtype, backend)
+
+
+def test_openfold3_comes_and_goes() -> None:
+    for diffusion in (False, True):
+        parity.check_comes_and_goes(openfold3(diffusion), pickles=False)
+        parity.check_follows_weights(openfold3(diffusion))
+        parity.check_training(openfold3(diffusion))
+
+
+def test_openfold3_options_that_choose_a_kernel_change_nothing() -> None:
+    for case, options in (
+        (openfold3(), {"use_high_precision_attention": True}),
+        (triangle("openfold3", True), {"chunk_size": 2, "inplace_safe": True}),
+    ):
+        model = case.make()
+        z = numbers(model, 2, N, N, PAIR, seed=2)
+        given = (z,) if "chunk_size" in options else (numbers(model, 2, N, SINGLE), z)
+        with torch.no_grad():
+            plain = model[0](*given, **options)
+            case.patched(model)
+            torch.testing.assert_close(model[0](*given, **options), plain)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("starting", [True, False])
+def test_openfold3_turns_the_bias_of_its_ending_node(starting: bool, by_name: bool) -> None:
+    case = triangle("openfold3", starting)
+
+    def run(model: Any) -> Tensor:
+        z = numbers(model, 2, N, N, PAIR)
+        real = padding(z)
+        pairs = real[:, :, None] * real[:, None]
+        rest = {"transpose_bias": True} if by_name else {}
+        out: Tensor = model[0](z, pairs, *([] if by_name else [True]), **rest)
+        return out[pairs.bool()]
+
+    turned = dataclasses.replace(case, run=run)
+    parity.check_values(turned, torch.float32)
+    model = case.make()
+    assert (turned.output(model) - case.output(model)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("turned", [True, False])
+def test_openfold3_says_what_it_adds_to_its_scores(turned: bool) -> None:
+    """A fit learns the bias of the call."""
+    model = triangle("openfold3", True).make()
+    z = numbers(model, 2, N, N, PAIR)
+    recipe = Registry(()).find(model[0])
+    assert recipe is not None and recipe.observe is not None
+    with torch.no_grad():
+        seen = recipe.observe(model[0], z, None, transpose_bias=turned)
+        biases = []
+        model[0].mha.forward = lambda **given: biases.extend(given["biases"]) or given["q_x"]
+        model[0](z, transpose_bias=turned)
+    torch.testing.assert_close(seen.bias, biases[1])
+
+
+def test_openfold3_windows_of_atoms_are_refused() -> None:
+    cls = imported("openfold3.core.model.layers.attention_pair_bias").CrossAttentionPairBias
+    made = cls(SINGLE, SINGLE, SINGLE, 6, PAIR, SINGLE // HEADS, HEADS, n_query=4, n_key=8)
+    (site,) = inspect_model(nn.ModuleList([made])).sites
+    assert site.status == "unsupported" and "windows of atoms" in site.reason
+
+
+def test_openfold3_denoising_steps_share_factors() -> None:
+    """Each step brings other samples and the same pairs."""
+    model = openfold3(diffusion=True).make()
+    z = numbers(model, 2, 1, N, N, PAIR, seed=2)
+    mask = padding(z).reshape(2, 1, N)
+
+    def steps() -> list[Tensor]:
+        found = []
+        for step in range(4):
+            a = numbers(model, 2, 3, N, SINGLE, seed=10 + step)
+            found.append(model[0](a, z, numbers(model, 2, 3, N, 6, seed=20 + step), mask))
+        return found
+
+    with torch.no_grad():
+        plain = steps()
+        patch_model(model, backend="sdpa", force_all=True)
+        with factors_once(model, rank=N) as (memory,):
+            out = steps()
+    assert (memory.calls, memory.served) == (4, 2)
+    for ours, theirs in zip(out, plain, strict=True):
+        real = mask.expand(2, 3, N).bool()
+        torch.testing.assert_close(ours[real], theirs[real], atol=1e-4, rtol=1e-4)
