@@ -66,7 +66,9 @@ class Seal:
         """
         if self.doubted or state != self.state:
             return False
-        return not self.copies or all(ctypes.string_at(at, len(then)) == then for at, then in self.copies)
+        if not self.copies:  # on a card not even a loop
+            return True
+        return all(ctypes.string_at(at, len(then)) == then for at, then in self.copies)
 
     def in_doubt(self) -> Self:
         """The same, to be believed only after the numbers were compared."""
