@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from .factors_once import factors_once
     from .fitting import fit_sites
+    from .freshness import check_model
     from .huggingface import FlashBiasConfig
     from .inspection import inspect_model
     from .options import DecomposeOptions
@@ -72,6 +73,7 @@ _MODULES = {
     ),
     "factors_once": ("factors_once",),
     "fitting": ("fit_sites",),
+    "freshness": ("check_model",),
     "huggingface": ("FlashBiasConfig",),
     "inspection": ("inspect_model",),
     "options": ("DecomposeOptions",),
@@ -146,6 +148,7 @@ __all__ = [
     "apply_plan",
     "benchmark_model",
     "calibrate_model",
+    "check_model",
     "factors_once",
     "fit_sites",
     "flashbias_attention",

@@ -277,7 +277,7 @@ def register_builder_module(cls: type[BuilderModule]) -> type[BuilderModule]:
         ValueError: the kind is taken, or cannot be part of the name of a tensor.
     """
     kind = cls.kind
-    reserved = (*TERM_KINDS, *BUILDERS, "layout")
+    reserved = (*TERM_KINDS, *BUILDERS, "layout", "made_from")
     if kind in reserved or not kind.isidentifier() or _MODULES.get(kind, cls) is not cls:
         raise ValueError(f"a builder module cannot be called {kind!r}")
     _MODULES[kind] = cls

@@ -19,6 +19,7 @@ from .builder_module import BuilderModule, keeping_dtype
 from .builders import Builder, find_builder, module_entries
 from .errors import UsageError
 from .pair_memory import PairMemory
+from .seals import COLUMNS, Row
 from .terms import Lookup, Regions, RelativeTable, ScoreBias, Term
 
 
@@ -109,8 +110,9 @@ class ScoreBiasModule(nn.Module):
     """Holds a site's terms and computes attention with them.
 
     It is the submodule `score_bias` of a patched attention module; its state-dict keys are
-    ``<site>.score_bias.<term>.<tensor>``, and ``<site>.score_bias.layout``: text as bytes that
-    says what the shapes do not (ranks, heads), so that no state dict is read as another's.
+    ``<site>.score_bias.<term>.<tensor>``, ``<site>.score_bias.layout``: text as bytes that
+    says what the shapes do not (ranks, heads), so that no state dict is read as another's, and
+    ``<site>.score_bias.made_from``: hashes of what the terms were made from, see `seals`.
 
     Args:
         bias: the terms; their tensors are copied.
@@ -122,6 +124,7 @@ class ScoreBiasModule(nn.Module):
     """
 
     layout: Tensor
+    made_from: Tensor
 
     def __init__(
         self,
@@ -145,6 +148,9 @@ class ScoreBiasModule(nn.Module):
         self._learnt = frozenset(term.kind for term in bias.terms if trained and can_learn(term))
         #: whether the terms came with the last state dict; set here, cleared by the owner
         self.just_loaded = False
+        #: whether it came with them what they were made from
+        self.rows_loaded = False
+        self._rows: tuple[Row, ...] = ()
         #: whether the terms are placeholders that a state dict must fill
         self.awaits_load = False
         #: what no score of this site exceeds, masks aside, if that is known
@@ -163,6 +169,8 @@ class ScoreBiasModule(nn.Module):
         text = ScoreBias.layout(self._spec).encode()
         codes = torch.tensor(list(text), dtype=torch.uint8, device=bias.device)
         self.register_buffer("layout", codes)
+        none = torch.zeros(0, COLUMNS, dtype=torch.int64, device=bias.device)
+        self.register_buffer("made_from", none)
         for name, term in zip(bias.term_names(), bias.terms, strict=True):
             self.add_module(name, TermTensors(term, trained))
         for name, module in (modules or {}).items():
@@ -295,6 +303,26 @@ class ScoreBiasModule(nn.Module):
         self._forget()
         return True
 
+    def set_made_from(self, rows: Sequence[Row]) -> None:
+        """Remember, for state dicts, what the terms were made from.
+
+        Args:
+            rows: one for each tensor, see `seals.rows_of`.
+        """
+        place = self.layout.device
+        made = torch.tensor(rows, dtype=torch.int64, device=place).reshape(len(rows), COLUMNS)
+        self.made_from = made
+        self._rows, self.rows_loaded = tuple(rows), False
+
+    def rows(self) -> tuple[Row, ...]:
+        """What the terms were made from, as far as it is known.
+
+        Of terms that were just loaded, it is read from its device.
+        """
+        if not self.rows_loaded:
+            return self._rows
+        return () if self.made_from.is_meta else tuple(map(tuple, self.made_from.tolist()))
+
     def planned_regions(self) -> Regions | None:
         """The term that stands for a mask, if there is one."""
         return next((t for t in self.bias.terms if isinstance(t, Regions)), None)
@@ -373,11 +401,21 @@ class ScoreBiasModule(nn.Module):
         self._forget()
         return self
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        if any(key.startswith(prefix) for key in state_dict):
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str],
+        *args: Any,
+    ) -> None:  # fmt: skip
+        key = f"{prefix}made_from"
+        rows = state_dict.get(key)
+        if isinstance(rows, Tensor) and rows.dim() == 2 and rows.shape[1] == COLUMNS:
+            # as many as there are: another release may have made them from other tensors
+            self.made_from = self.made_from.new_zeros(rows.shape)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
+        if any(other.startswith(prefix) for other in state_dict):
             self._forget()
-            self.just_loaded = True
+            self.just_loaded, self.rows_loaded = True, rows is not None
+            if rows is None and key in missing:  # files of earlier releases
+                missing.remove(key)
 
     def __getstate__(self) -> dict[str, Any]:
         memo = MaskMemo(self.mask_memo.doubtful)

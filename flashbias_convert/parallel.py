@@ -72,7 +72,7 @@ def _require_even(site: PatchedAttention, parts: int) -> None:
         raise UsageError(f"the recipe of {name} does not say how its heads can be split")
     if site.trains_terms:
         raise UsageError(f"the terms of this {name} are trained: their heads cannot be split")
-    site.check_fresh()
+    site.check_fresh(by_values=True)
     heads = {site.score_bias.bias.num_heads, *(getattr(site, n) for n in site.head_counts)}
     uneven = [count for count in heads if not isinstance(count, int) or count % parts]
     if uneven:

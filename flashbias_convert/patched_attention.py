@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Self
 
@@ -14,25 +13,20 @@ from torch import Tensor, nn
 from .composed import Composed
 from .errors import StaleTermsError, UsageError
 from .modules import ScoreBiasModule
+from .seals import (
+    BROKEN,
+    UNMATCHED,
+    Seal,
+    differ,
+    kept_elsewhere,
+    rows_of,
+    same_sizes,
+    saved_rows,
+    state_of,
+    values_of,
+    vouches,
+)
 from .trained_terms import dropout_problem
-
-
-@dataclass(frozen=True)
-class Seal:
-    """What the terms were made from, as it was then.
-
-    Attributes:
-        state: identities, versions and sizes.
-        values: sums over the tensors.
-        broken: known to be stale; holds until the terms are made or loaded again.
-    """
-
-    state: tuple[Hashable, ...] = ()
-    values: tuple[str, ...] = ()
-    broken: bool = False
-
-
-BROKEN = Seal(broken=True)
 
 
 class PatchedAttention(Composed):
@@ -157,11 +151,22 @@ class PatchedAttention(Composed):
     def seal(self) -> None:
         """Declare that the terms belong to the weights and sizes as they are now."""
         sources = self.sealed_sources()
-        self._seal = Seal(state_of(sources), values_of(sources))
+        self._seal = Seal.of(sources)
         self.score_bias.awaits_load = False
+        rows = rows_of(sources, self._seal.values, self.score_bias.rows())
+        self.score_bias.set_made_from(saved_rows(self, sources, rows))
         self.score_bias.sealed = {}
         self.score_bias.prepare()  # now, so that torch.compile finds it made
         self.score_bias.bound_scores(self.scale_bound())
+
+    def seal_if_matched(self) -> None:
+        """`seal` terms that were loaded, unless they say that they belong to other weights."""
+        terms = self.score_bias
+        if not terms.rows_loaded or vouches(terms.rows(), self.sealed_sources()):
+            self.seal()
+        else:
+            self._seal = UNMATCHED
+            self.score_bias.awaits_load = False
 
     def sealed_sources(self) -> tuple[Tensor | Hashable, ...]:
         """What must not change: `bias_sources`, but for those that are trained beside the terms."""
@@ -174,30 +179,55 @@ class PatchedAttention(Composed):
     def is_stale(self) -> bool:
         """Whether weights or sizes have changed since the terms were made.
 
-        Costs nothing where nothing was touched. Otherwise the values decide: a wrapper such as DDP
-        writes the same ones again. Changes behind torch's back (fused optimizers, ``.data``) are
-        seen by `compare_values`, and so are those of weights that a wrapper keeps elsewhere.
+        Costs next to nothing where nothing was touched. Otherwise the values decide: a wrapper
+        such as DDP writes the same ones again. Changes behind torch's back (fused optimizers,
+        ``.data``) are seen on a CPU, up to a size; elsewhere by `look` and `compare_values`. Those
+        of weights that a wrapper keeps elsewhere are seen by `compare_values`.
         """
-        if self._seal.broken:
+        seal = self._seal
+        if seal.broken:
             return True
         sources = self.sealed_sources()
-        state = state_of(sources)
-        if state == self._seal.state:
+        if seal.is_untouched(state_of(sources)):
             return False
-        if not _same_sizes(sources, self._seal.state):
+        if not same_sizes(sources, seal.state):
+            self._seal = seal.in_doubt()
             return True
         if kept_elsewhere(self, sources):
             return False
-        values = values_of(sources)
-        if values != self._seal.values:
+        if values_of(sources) != seal.values:
+            # an adapter that is merged brings the old parameter back, with other numbers
+            self._seal = seal.in_doubt()
             return True
-        self._seal = Seal(state, values)
+        self._seal = seal.renewed(sources)
         return False
 
+    def is_unmatched(self) -> bool:
+        """Whether the terms say that they belong to other weights than were loaded with them."""
+        return self._seal.unmatched
+
+    def look(self) -> bool:
+        """`is_stale` by the numbers themselves, where this process has them all by itself."""
+        if not self._seal.broken and not kept_elsewhere(self, self.sealed_sources()):
+            self._seal = self._seal.in_doubt()
+        return self.is_stale()
+
     def compare_values(self) -> None:
-        """Look at the numbers themselves: after training and after loading."""
-        if self.is_stale() or self._seal.values != values_of(self.sealed_sources()):
+        """Look at the numbers themselves: after training and after loading.
+
+        All processes that have parts of a source must come here together.
+        """
+        if self.is_stale() or differ(self._seal.values, values_of(self.sealed_sources())):
+            self._break()
+
+    def _break(self) -> None:
+        if not self._seal.broken:
             self._seal = BROKEN
+
+    def _stale_seal(self) -> Seal | None:
+        if not self.look():
+            return None
+        return self._seal if self._seal.broken else BROKEN
 
     def train(self, mode: bool = True) -> Self:
         back_from_training = self.training and not mode
@@ -206,16 +236,23 @@ class PatchedAttention(Composed):
         super().train(mode)
         if back_from_training:
             self.compare_values()
+        elif not mode and self.look():
+            self._break()  # compiled code looks at this alone
         return self
 
-    def check_fresh(self) -> None:
-        """Raise StaleTermsError if `is_stale`."""
-        if not self.is_stale():
+    def check_fresh(self, *, by_values: bool = False) -> None:
+        """Raise StaleTermsError if `is_stale`, or, by values, if `look` says so."""
+        if not (self.look() if by_values else self.is_stale()):
             return
         name = self.original_class.__name__
         if self.score_bias.awaits_load:
             raise StaleTermsError(
                 f"the terms of this {name} have not been loaded yet", "call load_state_dict first"
+            )
+        if self._seal.unmatched:
+            raise StaleTermsError(
+                f"this {name} was loaded with terms that were made from other weights",
+                "load a state dict that has both, or run unpatch_model and patch_model again",
             )
         raise StaleTermsError(
             f"the weights, window or input size of this {name} have changed since it was converted",
@@ -225,7 +262,7 @@ class PatchedAttention(Composed):
     # -- moves, loads and copies -----------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        stale = self.is_stale()
+        stale = self.look()
         moved = super()._apply(fn, recurse)
         if not stale:  # a move or a cast changes tensors, but not what they say
             self.seal()
@@ -236,7 +273,7 @@ class PatchedAttention(Composed):
         state: dict[str, Any] = super().state_dict(*args, **kwargs)
         if self.training:  # fused optimizers leave no trace but the values
             self.compare_values()
-        if self.is_stale() and not self.score_bias.awaits_load:
+        if self.look():
             prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
             key = f"{prefix}score_bias.layout"
             state[key] = torch.zeros_like(state[key])
@@ -247,7 +284,7 @@ class PatchedAttention(Composed):
         super()._load_from_state_dict(*args)
 
     def _copied_state(self) -> dict[str, Any]:
-        return {**self.__dict__, "_seal": BROKEN if self.is_stale() else None}
+        return {**self.__dict__, "_seal": self._stale_seal()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -258,67 +295,18 @@ class PatchedAttention(Composed):
 def seal_if_loaded(module: nn.Module, _: Any) -> None:
     """Load hook of patched modules: weights that came with their terms are fresh.
 
-    Unless they were stale when they were saved.
+    Unless they were stale when they were saved, or the terms say that they were made from others:
+    who updates ``model.state_dict()`` and loads that brings old terms along.
     """
     assert isinstance(module, PatchedAttention)
-    if module.score_bias.just_loaded and module.score_bias.restore_layout():
+    terms = module.score_bias
+    if terms.just_loaded and terms.restore_layout():
         module._seal = BROKEN
-        module.score_bias.awaits_load = False
-    elif module.score_bias.just_loaded:
-        module.seal()
-    elif not module.score_bias.awaits_load:
+        terms.awaits_load = False
+    elif terms.just_loaded or module._seal.unmatched:  # weights and terms in either order
+        module.seal_if_matched()
+    elif not terms.awaits_load:
         module.compare_values()
-
-
-def state_of(sources: tuple[Tensor | Hashable, ...]) -> tuple[Hashable, ...]:
-    """Identities, versions and sizes; costs nothing."""
-    return tuple(_identity(s) if isinstance(s, Tensor) else s for s in sources)
-
-
-def _same_sizes(sources: tuple[Tensor | Hashable, ...], state: tuple[Hashable, ...]) -> bool:
-    """Whether what is no tensor is still as in `state`."""
-    if len(sources) != len(state):
-        return False
-    pairs = zip(sources, state, strict=True)
-    return all(isinstance(source, Tensor) or source == then for source, then in pairs)
-
-
-def kept_elsewhere(module: nn.Module, sources: tuple[Tensor | Hashable, ...]) -> bool:
-    """Whether a wrapper puts the sources in their place for a moment, or keeps parts of them.
-
-    That is FSDP, which marks the modules that it manages, a DTensor, and the hooks of accelerate
-    while a weight is offloaded.
-    """
-    tensors = [source for source in sources if isinstance(source, Tensor)]
-    if getattr(module, "_is_fsdp_managed_module", False) or any(map(_is_distributed, tensors)):
-        return True
-    hooked = any(hasattr(child, "_hf_hook") for child in module.modules())
-    return hooked and any(tensor.is_meta for tensor in tensors)
-
-
-def _is_distributed(tensor: Tensor) -> bool:
-    # by name: torch.distributed may not be there
-    return type(tensor).__module__.startswith("torch.distributed.")
-
-
-def _identity(tensor: Tensor) -> Hashable:
-    if _is_distributed(tensor):
-        return (id(tensor), _identity(tensor.to_local()))  # type: ignore[attr-defined]
-    # the address tells of `parameter.data = ...`, which the version does not count
-    return (id(tensor), tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version)
-
-
-def values_of(sources: tuple[Tensor | Hashable, ...]) -> tuple[str, ...]:
-    """A few sums over each tensor, as text so that NaN equals NaN; reads the values."""
-    sums = []
-    for tensor in sources:
-        if isinstance(tensor, Tensor) and not tensor.is_meta:
-            if _is_distributed(tensor):  # all processes come here: they load or train together
-                tensor = tensor.full_tensor()  # type: ignore[attr-defined]
-            wide = tensor.detach().double().flatten()
-            weights = torch.linspace(0.5, 1.5, len(wide), dtype=wide.dtype, device=wide.device)
-            sums.append(repr([float((wide * weights).sum()), float(wide.square().sum())]))
-    return tuple(sums)
 
 
 @cache

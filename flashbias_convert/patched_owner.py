@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from .composed import Composed
 from .errors import StaleTermsError
-from .patched_attention import PatchedAttention, Seal, kept_elsewhere, state_of, values_of
+from .patched_attention import PatchedAttention
+from .seals import Seal, kept_elsewhere, state_of, values_of
 
 
 class PatchedOwner(Composed):
@@ -55,12 +56,8 @@ class PatchedOwner(Composed):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._runs_original():
             return self.original_forward(*args, **kwargs)
-        if not torch.compiler.is_compiling() and self.is_stale():
-            raise StaleTermsError(
-                f"what this {self.original_class.__name__} makes its bias from has changed since "
-                "it was converted",
-                "run unpatch_model and patch_model again",
-            )
+        if not torch.compiler.is_compiling():
+            self.check_fresh()
         return self.flashbias_forward(*args, **kwargs)
 
     def _runs_original(self) -> bool:
@@ -73,21 +70,38 @@ class PatchedOwner(Composed):
         """Declare that the terms belong to the sources as they are now."""
         sources = self.fixed_sources()
         known = not any(tensor.is_meta for tensor in sources)
-        self._seal = Seal(state_of(sources), values_of(sources)) if known else None
+        self._seal = Seal.of(sources) if known else None
 
     def is_stale(self) -> bool:
         """Whether the sources have changed since then; reads them only where they may have."""
         sources = self.fixed_sources()
-        if self._seal is None:
+        seal = self._seal
+        if seal is None:
             self.seal()
-        elif self._seal.state != state_of(sources) and not kept_elsewhere(self, sources):
-            if self._seal.values != values_of(sources):
+        elif not seal.is_untouched(state_of(sources)) and not kept_elsewhere(self, sources):
+            if seal.values != values_of(sources):
+                self._seal = seal.in_doubt()
                 return True
-            self.seal()  # the same numbers elsewhere: a copy
+            self._seal = seal.renewed(sources)  # the same numbers elsewhere: a copy
         return False
 
+    def look(self) -> bool:
+        """`is_stale` by the numbers themselves."""
+        if self._seal is not None:
+            self._seal = self._seal.in_doubt()
+        return self.is_stale()
+
+    def check_fresh(self) -> None:
+        """Raise StaleTermsError if `is_stale`."""
+        if self.is_stale():
+            raise StaleTermsError(
+                f"what this {self.original_class.__name__} makes its bias from has changed since "
+                "it was converted",
+                "run unpatch_model and patch_model again",
+            )
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        stale = self.is_stale()
+        stale = self.look()
         moved = super()._apply(fn, recurse)
         if not stale:
             self.seal()

@@ -14,8 +14,9 @@ from .composed import Composed, compose
 from .errors import UsageError
 from .hooks import at_hand, has_foreign_forward, swap_class
 from .modules import ScoreBiasModule
-from .patched_attention import BROKEN, PatchedAttention, Seal, seal_if_loaded
+from .patched_attention import PatchedAttention, seal_if_loaded
 from .patched_owner import PatchedOwner
+from .seals import BROKEN, Seal
 from .terms import ScoreBias
 from .trained_terms import dropout_problem, set_to_rest, wake
 

@@ -174,7 +174,7 @@ def test_names_parameters_and_identity_stay() -> None:
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     new = list(model.state_dict())
     assert [k for k in new if "score_bias" not in k] == keys
-    own = [f"{n}.score_bias.{key}" for n in ATTN for key in ("layout", "dense.bias")]
+    own = [f"{n}.score_bias.{key}" for n in ATTN for key in ("layout", "made_from", "dense.bias")]
     assert [k for k in new if "score_bias" in k] == own
 
 
@@ -189,7 +189,7 @@ def test_terms_have_their_own_contiguous_memory() -> None:
         assert site.bias is not None
         own = {t.untyped_storage().data_ptr() for _, t in site.bias.named_tensors()}
         assert own.isdisjoint(pointers)
-    assert len(pointers) == 9  # two factors and the layout, three times
+    assert len(pointers) == 12  # two factors, the layout, what they were made from, three times
 
 
 def test_hooks_stay_and_fire_once_per_call() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..builders import check_entry
 from ..errors import CheckpointError
 from ..plan import Plan, SitePlan
+from ..swap import SUBMODULE
 from ..terms import ScoreBias
 
 #: what terms of a damaged plan raise when they are built
@@ -34,13 +35,22 @@ def check_terms(plan: Plan, tensors: Mapping[str, Tensor]) -> None:
                 raise CheckpointError(f"the plan says that {key} is {info}, the file has {found}")
 
 
-def term_tensors(site: SitePlan) -> list[tuple[str, Any]]:
-    """Key, and shape and dtype as JSON, of every tensor that a site adds to a file.
+def term_keys(site: SitePlan) -> list[str]:
+    """Keys of everything that a site may add to a file.
 
     Raises:
         CheckpointError: the plan is damaged.
     """
-    prefix = f"{site.name}.score_bias" if site.name else "score_bias"
+    return [*(key for key, _ in term_tensors(site)), f"{_prefix(site)}.made_from"]
+
+
+def term_tensors(site: SitePlan) -> list[tuple[str, Any]]:
+    """Key, and shape and dtype as JSON, of every tensor that a site adds to every file.
+
+    Raises:
+        CheckpointError: the plan is damaged.
+    """
+    prefix = _prefix(site)
     try:
         if not site.spec:
             return []
@@ -56,3 +66,7 @@ def term_tensors(site: SitePlan) -> list[tuple[str, Any]]:
         return [*tensors, (f"{prefix}.layout", layout)]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"the plan of {site.name!r} is damaged: {error!r}") from error
+
+
+def _prefix(site: SitePlan) -> str:
+    return f"{site.name}.{SUBMODULE}" if site.name else SUBMODULE

@@ -22,6 +22,7 @@ from ..plan import Plan
 from ..recipe import Recipe
 from .architecture import Architecture, ArchLike
 from .card import card_path, model_card
+from .made_from import without_narrowed
 from .mapped import MappedModel
 from .open import OpenedModel
 from .open_to_convert import Held, open_to_convert
@@ -294,5 +295,6 @@ def _write(
 
 def stored_state(opened: OpenedModel) -> dict[str, Tensor]:
     """The state of the patched model: original tensors as they came, and the terms."""
-    state = opened.model.state_dict()
+    dtypes = {key: tensor.dtype for key, tensor in opened.stored.items()}
+    state = without_narrowed(opened.model.state_dict(), dtypes)
     return {key: opened.stored.get(key, tensor) for key, tensor in state.items()}

@@ -18,7 +18,8 @@ def check_loaded(model: nn.Module, path: str | Path) -> None:
     """Raise CheckpointError unless the terms of all patched modules can be computed with.
 
     Values that are not tensors must have their types, numbers must be numbers, and codes must stay
-    inside their table: a kernel would read whatever lies beyond it.
+    inside their table: a kernel would read whatever lies beyond it. Terms must not say that they
+    belong to other weights.
 
     Args:
         model: a patched model whose terms are loaded.
@@ -28,6 +29,8 @@ def check_loaded(model: nn.Module, path: str | Path) -> None:
         if not isinstance(module, PatchedAttention):
             continue
         try:
+            if module.is_unmatched():
+                raise ValueError("they were made from other weights than those beside them")
             for term in module.score_bias.bias.terms:
                 _check_static(term)
                 _check_numbers(term)

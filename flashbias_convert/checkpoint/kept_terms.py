@@ -97,6 +97,7 @@ def _spec(terms: Mapping[str, Tensor], key: str, path: str | Path) -> dict[str, 
     """`ScoreBias.spec` from the text and from the shapes of the tensors."""
     start = key.removesuffix("layout")
     own = {k.removeprefix(start): t for k, t in terms.items() if k.startswith(start) and k != key}
+    own.pop("made_from", None)
     try:
         layout = json.loads(bytes(terms[key].tolist()))
         entries = [_entry(entry, own) for entry in layout["terms"]]

@@ -31,7 +31,7 @@ def live_plan(model: nn.Module, plan: Plan | None, recipes: Iterable[Recipe] = (
     if not modules:
         raise UsageError("no module of this model is patched", "call patch_model first")
     for module in modules.values():
-        module.check_fresh()
+        module.check_fresh(by_values=True)
     if plan is None:
         registry = Registry(tuple(recipes))
         sites = [_bare_site(name, module, registry) for name, module in modules.items()]

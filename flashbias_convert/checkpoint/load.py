@@ -20,6 +20,7 @@ from .header import plan_of, require_plan, tied_of
 from .healthy import check_loaded
 from .kept_terms import split_terms
 from .limits import build_from_file
+from .made_from import with_made_from
 from .open import compute_dtype, open_checkpoint
 from .read import read_checkpoint
 from .tied import untie_different
@@ -70,7 +71,7 @@ def load_model(
     untie_different(model, tensors)
     try:
         apply_plan(model, plan, recipes=tuple(recipes), backend=backend, empty=True)
-        model.load_state_dict(align(tensors, model), strict=True)
+        model.load_state_dict(align(with_made_from(tensors, model), model), strict=True)
     except FlashBiasError:
         raise
     except DAMAGE as error:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import CheckpointError, UsageError
-from .check_terms import term_tensors
+from .check_terms import term_keys
 from .config_entry import unmark_config
 from .header import PLAN_KEY, TIED_KEY, VERSION_KEY, require_plan, tied_of
 from .origin import SOURCE_KEY, Origin
@@ -79,7 +79,7 @@ def _original(checkpoint: Checkpoint, path: Path) -> _Original:
             f"the terms of {len(trained)} sites in {path} were trained, such as {trained[0]!r}: "
             "there is no original to go back to"
         )
-    terms = {key for site in plan.patched for key, _ in term_tensors(site)}
+    terms = {key for site in plan.patched for key in term_keys(site)}
     stored = {key: t for key, t in checkpoint.tensors.items() if key not in terms}
     remembered = checkpoint.metadata.get(SOURCE_KEY)
     if remembered is None:

@@ -14,7 +14,7 @@ from ..plan import Plan
 from ..recipe import Recipe
 from .architecture import Architecture, ArchLike, architecture_of, as_architecture
 from .build import build_model
-from .check_terms import term_tensors
+from .check_terms import term_keys
 from .live_plan import live_plan
 from .outputs import check_file, check_folder
 from .write import write_file, write_folder
@@ -72,7 +72,7 @@ def save_model(
 
 def _require_built_alike(arch: Architecture, state: Mapping[str, Tensor], plan: Plan) -> None:
     """Raise UsageError unless the architecture has the tensors of the model, terms aside."""
-    terms = {key for site in plan.patched for key, _ in term_tensors(site)}
+    terms = {key for site in plan.patched for key in term_keys(site)}
     try:
         model = build_model(arch, "meta")
     except UsageError:  # some models compute while they are built

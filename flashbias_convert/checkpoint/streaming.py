@@ -23,6 +23,7 @@ from ..errors import CheckpointError
 from ..plan import Plan
 from .card import card_in
 from .config_entry import mark_config
+from .made_from import without_narrowed
 from .mapped import MappedModel
 from .origin import SOURCE_KEY, Origin, digest_of
 from .outputs import WEIGHTS_NAME, check_output, is_folder, plan_path
@@ -125,7 +126,9 @@ class _Work:
 
     @classmethod
     def of(cls, opened: MappedModel, target: Path, plan: Plan) -> _Work:
-        state = opened.model.state_dict()
+        tensors = opened.checkpoint.tensors
+        dtypes = {name: tensors[key].dtype for name, key in opened.sources.items()}
+        state = without_narrowed(opened.model.state_dict(), dtypes)
         known = {**opened.sources, **opened.tied}
         terms, tied_terms = prepare({k: t for k, t in state.items() if k not in known})
         tied = {**opened.tied, **tied_terms}

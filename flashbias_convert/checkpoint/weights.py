@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .check_terms import term_tensors
+from .check_terms import term_keys
 from .header import require_plan, tied_of
 from .read import read_checkpoint
 
@@ -27,7 +27,7 @@ def differing_weights(original: Mapping[str, Tensor], converted: Path) -> list[s
     plan = require_plan(checkpoint.metadata, converted)
     found = dict(checkpoint.tensors)
     found |= {alias: found[stored] for alias, stored in tied_of(checkpoint.metadata).items()}
-    terms = {key for site in plan.patched for key, _ in term_tensors(site)}
+    terms = {key for site in plan.patched for key in term_keys(site)}
     names = [*original, *(name for name in found if name not in original and name not in terms)]
     return [name for name in names if not equal_bits(original.get(name), found.get(name))]
 

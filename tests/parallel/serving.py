@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from flashbias_convert import StaleTermsError, fit_sites, inspect_model, unpatch_model
+from flashbias_convert import StaleTermsError, check_model, fit_sites, inspect_model, unpatch_model
 from flashbias_convert.calibration import calibrate_model
 from flashbias_convert.decompose.neural_options import FitOptions
 from flashbias_convert.errors import UsageError
@@ -147,7 +148,8 @@ def _stale_when_wrapped(world: int) -> dict[str, str]:
     """Whether other weights are noticed: loaded, trained behind torch's back, or written to."""
     found = {}
     mesh = init_device_mesh("cpu", (world,))
-    for name in ("fsdp, trained", "fsdp, loaded", "ddp, written to"):
+    names = ("fsdp, trained", "fsdp, loaded", "fsdp, loaded with its terms", "fsdp, checked")
+    for name in (*names, "fsdp, the same", "ddp, written to"):
         model, x = model_of("toy")
         wrapped: Any
         if name.startswith("ddp"):
@@ -171,6 +173,17 @@ def _stale_when_wrapped(world: int) -> dict[str, str]:
                 if key.endswith("table"):
                     state[key] = state[key] * 2
             wrapped.load_state_dict(state, strict=False)
+        elif name in ("fsdp, loaded with its terms", "fsdp, the same"):
+            state = dict(wrapped.state_dict())
+            if name == "fsdp, loaded with its terms":
+                state |= {k: t * 2 for k, t in state.items() if k.endswith("table")}
+            wrapped.load_state_dict(state)
+        elif name == "fsdp, checked":
+            assert check_model(wrapped) == len(patched_modules(model))
+            sharded: Any = patched_modules(model)[0].table
+            sharded.to_local().detach().mul_(2)
+            with suppress(StaleTermsError):
+                check_model(wrapped)
         try:
             outputs(wrapped, x)
             found[name] = "served"
