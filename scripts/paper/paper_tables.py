@@ -15,9 +15,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench_models import add_options, run
+from bench_models import add_options
 from whole_models import figure
 from whole_models.case import NO_BIAS, Case, split_variant
+from whole_models.running import run_apart
 from whole_models.writing import Table
 
 _OWN = ("time", "delta", "ratio_to_no_bias")
@@ -57,7 +58,7 @@ class PaperTable:
         title: above the picture.
         unit: of the columns "time" and "delta".
         per_ms: how much of that a millisecond is.
-        cases: called with whether they must be tiny.
+        cases: called with whether they must be tiny; a function of a module.
         published: by name of a variant, or by (model, variant).
         variants: to measure, in order; None means all.
         by_length: draw lines over the length.
@@ -89,7 +90,7 @@ class PaperTable:
         columns = (*_OWN, "unit", *_PAPER)
         table = Table(options.output, columns, resume=options.resume)
         try:
-            run(cases, options, table, more)
+            run_apart(self.cases, options, table, more=more)
         finally:
             self._finish(table)
         if not table.rows:

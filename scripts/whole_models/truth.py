@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,6 +78,20 @@ def _find_truth(case: Case, options: Options) -> Truth:
         plain = _first_sample(case, ORIGINAL, options, options.dtype)
     release(options.device)
     return Truth(wide, plain, how)
+
+
+def save_truth(truth: Truth, path: Path) -> None:
+    """Write it for other processes; the file is whole or not there."""
+    part = path.with_suffix(".part")
+    torch.save(vars(truth), part)
+    part.rename(path)
+
+
+def load_truth(path: Path) -> Truth:
+    """What `save_truth` wrote; none if whoever should have written it died."""
+    if not path.is_file():
+        return Truth(None, None, "none: its process died")
+    return Truth(**torch.load(path, weights_only=True))
 
 
 def _first_sample(case: Case, way: str, options: Options, dtype: torch.dtype) -> dict[str, Tensor]:

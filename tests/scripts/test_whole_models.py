@@ -21,7 +21,17 @@ sys.path[:0] = [str(SCRIPTS), str(SCRIPTS / "paper")]
 
 import bench_models  # noqa: E402
 from paper_tables import PaperTable, Published  # noqa: E402
-from whole_models import language, measuring, plain, static_bias, truth, vision, weather, writing  # noqa: E402
+from whole_models import (  # noqa: E402
+    language,
+    measuring,
+    plain,
+    running,
+    static_bias,
+    truth,
+    vision,
+    weather,
+    writing,
+)  # fmt: skip
 from whole_models.case import BY_ROWS, FLEX, NO_BIAS, SDPA, Case  # noqa: E402
 from whole_models.hand import HandAttention  # noqa: E402
 
@@ -117,29 +127,87 @@ def test_waiting_for_a_turn_does_not_count_against_the_limit() -> None:
     assert row["status"] == "measured"
 
 
-def test_rows_that_get_ready_together_are_all_written(
+def test_every_row_is_written_by_a_process_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cases = {"slow": slow(0), "broken": slow(0, RuntimeError("no")), "dead": slow(0)}
-    named = {name: dataclasses.replace(case, name=name) for name, case in cases.items()}
+    named = [dataclasses.replace(case, name=name) for name, case in cases.items()]
     turns: list[str] = []
 
     def in_turns(job: Any, calls: Any) -> Any:
-        for call in calls[:-1]:
-            job(*call, lambda name=call[0]: turns.append(name))
-        return calls[-1:]
+        if job is running.measure_job and calls[-1][0].model == "dead":
+            lost, calls = calls[-1:], calls[:-1]
+        else:
+            lost = []
+        for (call,) in calls:
+            job(call, lambda name=f"{job.__name__} {call.model}": turns.append(name))
+        return lost
 
-    monkeypatch.setattr(bench_models, "all_cases", lambda _: named)
-    monkeypatch.setattr(bench_models, "in_turns", in_turns)
-    options = argparse.Namespace(device="cpu", dtype="float32", repeats=1, limit_s=0.0, stop_s=0.0,
-                                 tiny=True, variants=None, together=3)  # fmt: skip
+    monkeypatch.setattr(running, "in_turns", in_turns)
+    for together in (1, 3):
+        turns.clear()
+        options = argparse.Namespace(device="cpu", dtype="float32", repeats=1, limit_s=0.0,
+                                     stop_s=0.0, tiny=True, variants=None,
+                                     together=together)  # fmt: skip
+        table = writing.Table(tmp_path / f"{together}.csv", ("more",))
+        more = {(name, "original"): {"more": name} for name in cases}
+        running.run_apart(lambda _: named, options, table, more=more)
+        # each has its turn once, however it ends
+        assert [t for t in turns if "measure" in t] == ["measure_job slow", "measure_job broken"]
+        assert sorted(t for t in turns if "truth" in t) == [f"truth_job {n}" for n in sorted(cases)]
+        told = {row["model"]: (row["status"], row["reason"]) for row in table.rows}
+        assert told["slow"][0] == "measured"
+        assert told["broken"][0] == "failed" and "no" in told["broken"][1]
+        assert told["dead"] == ("failed", "its process died")
+        assert [row["more"] for row in writing.read_rows(table.path)] == list(cases)
+
+
+def test_the_truth_is_found_once_for_all_rows_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[str] = []
+
+    def in_turns(job: Any, calls: Any) -> Any:
+        for (call,) in calls:
+            jobs.append(job.__name__)
+            job(call, measuring.at_once)
+        return []
+
+    monkeypatch.setattr(running, "in_turns", in_turns)
+    options = argparse.Namespace(device="cpu", dtype="bfloat16", repeats=1, limit_s=0.0,
+                                 stop_s=0.0, tiny=True, variants=["original", "exact"],
+                                 together=1)  # fmt: skip
     table = writing.Table(tmp_path / "rows.csv")
-    bench_models.run_together(list(named), options, table)
-    assert turns == ["slow", "broken"]  # each has its turn once, however it ends
-    told = {row["model"]: (row["status"], row["reason"]) for row in table.rows}
-    assert told["slow"][0] == "measured"
-    assert told["broken"][0] == "failed" and "no" in told["broken"][1]
-    assert told["dead"] == ("failed", "its process died")
+    running.run_apart(lambda tiny: [plain.cases(tiny)["plain-20"]], options, table)
+    assert jobs == ["truth_job", "measure_job", "measure_job"]
+    known = truth.find_truth(plain.cases(True)["plain-20"], OPTIONS)
+    own = measuring.measure_row(plain.cases(True)["plain-20"], "original", OPTIONS, known)
+    assert table.rows[0]["error_rms"] == own["error_rms"] and table.rows[0]["truth"] == known.how
+
+
+def test_a_truth_that_nobody_wrote_is_none(tmp_path: Path) -> None:
+    missing = truth.load_truth(tmp_path / "no.pt")
+    assert missing.wide is None and "died" in missing.how
+
+
+def test_a_card_that_is_dead_after_a_row_leaves_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def release(_: torch.device) -> None:
+        raise gone
+
+    monkeypatch.setattr(measuring, "release", release)
+    row = measuring.measure_row(slow(0, gone), "original", OPTIONS, truth.Truth(None, None, "none"))
+    assert row["status"] == "failed" and "illegal memory access" in row["reason"]
+
+
+@pytest.mark.parametrize("key", ["gpt2-decode-2k", "gpt2-decode-2k-growing", "gpt2-prefill-2k"])
+def test_a_warm_call_changes_no_input(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "compiled", lambda model, mode: model)
+    case = language.cases(True)[key]
+    known = truth.find_truth(case, OPTIONS)
+    cold, warm = (measuring.measure_row(case, v, OPTIONS, known) for v in ("exact", "exact-warm"))
+    assert warm["error_rms"] == cold["error_rms"] and warm["within_rounding"] == "True"
 
 
 def test_blocks_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +276,13 @@ def test_every_model_has_a_name_and_ours() -> None:
             assert "original" in case.variants() and "exact" in case.variants()
 
 
+def here(job: Any, calls: Any) -> list[Any]:
+    """As `turns.in_turns`, in this process."""
+    for call in calls:
+        job(*call, measuring.at_once)
+    return []
+
+
 def test_a_table_of_the_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     table = PaperTable(
@@ -217,6 +292,7 @@ def test_a_table_of_the_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     path = tmp_path / "paper.csv"
     arguments = ["x", "--tiny", "--device", "cpu", "--repeats", "1", "--output", str(path)]
     monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(running, "in_turns", here)
     table.main("x")
     none, exact = writing.read_rows(path)
     assert float(none["delta"]) == 0 and none["paper_time"] == ""
