@@ -14,7 +14,9 @@ are those of CUDA events around calls, after a write that flushes the cache; "re
 a compiled model recorded as a CUDA graph: what its kernels take without the host. Memory is the
 peak of a call beyond weights and inputs, with everything that is kept of biases. Errors are those
 of the first sample's outputs against the original in float32, with the same weights; "rounding" is
-the original's own in the same dtype. "graphs" and "graph_breaks" tell how a row was compiled.
+the original's own in the same dtype. A row that is off by more than four times that computes
+something else: it is "wrong", and takes no part in ratios. Without a bias, and where this package
+truncates biases, rows are never that. "graphs" and "graph_breaks" tell how a row was compiled.
 
 Rows are written one by one. What fails or takes longer than --limit-s is a row with its reason;
 after --stop-s no row is begun. --resume keeps the rows of the file and adds those that it lacks.

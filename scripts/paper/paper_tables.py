@@ -19,7 +19,7 @@ from bench_models import add_options
 from whole_models import figure
 from whole_models.case import NO_BIAS, Case, split_variant
 from whole_models.running import run_apart
-from whole_models.writing import Table
+from whole_models.writing import Table, is_right
 
 _OWN = ("time", "delta", "ratio_to_no_bias")
 _PAPER = ("paper_row", "paper_time", "paper_delta", "paper_mb", "paper_note")
@@ -108,14 +108,14 @@ class PaperTable:
 
     def _finish(self, table: Table) -> None:
         """Fill in what needs more than one row, and write the file once more."""
-        times = {(r["model"], r["variant"]): r["median_ms"] for r in table.rows}
+        times = {(r["model"], r["variant"]): r["median_ms"] for r in table.rows if is_right(r)}
         for row in table.rows:
             mode = split_variant(row["variant"])[1]
             bare = NO_BIAS if mode == "eager" else f"{NO_BIAS}-{mode}"
             own, other = row["median_ms"], times.get((row["model"], bare))
             if own:
                 row["time"] = f"{float(own) * self.per_ms:.4g}"
-            if own and other:
+            if other and is_right(row):
                 row["delta"] = f"{(float(own) - float(other)) * self.per_ms:.3g}"
                 row["ratio_to_no_bias"] = f"{float(own) / float(other):.4f}"
         with table.path.open("w", newline="") as file:
@@ -133,6 +133,7 @@ def beside(rows: Sequence[dict[str, str]], unit: str) -> str:
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for row in rows:
         cells = [row.get(name, "") for name in names]
-        cells[2] = cells[2] or row["reason"]
+        if not is_right(row):
+            cells[2] = f"({cells[2]}: {row['reason']})" if cells[2] else row["reason"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -34,9 +34,13 @@ WAYS = {
     OURS: "ours",
     EXACT: "ours, exact",
 }
+#: ways that compute another function on purpose
+WITHOUT_BIAS = (NO_BIAS,)
 #: eager; compiled; compiled with CUDA graphs; compiled after a call in eager mode; its blocks
 #: compiled one by one, which takes seconds where a whole model takes minutes
 MODES = ("eager", "compiled", "graphs", "warm", "layers")
+#: of a model that was converted
+_APPROXIMATE = "flashbias_approximate"
 
 
 @dataclass(eq=False)
@@ -46,11 +50,13 @@ class Prepared:
     Attributes:
         model: on the device, in the dtype, in evaluation mode.
         args, kwargs: of its forward.
+        approximate: whether biases were truncated, on purpose.
     """
 
     model: nn.Module
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    approximate: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +126,8 @@ class Case:
             # in float32: whoever writes it by hand, or converts, rounds a bias once, at the end
             model = self.alter(model, way)
         model = model.to(dtype).eval()
-        return Prepared(model, *self.inputs(model, way, device, dtype, batch or self.batch))
+        given = self.inputs(model, way, device, dtype, batch or self.batch)
+        return Prepared(model, *given, getattr(model, _APPROXIMATE, False))
 
 
 def split_variant(variant: str) -> tuple[str, str]:
@@ -148,6 +155,7 @@ def converted(model: nn.Module, way: str, *, force: bool = False, **how: Any) ->
     left = [site for site in plan.sites if site.status in ("failed", "unsupported")]
     if left or not plan.patched:
         raise RuntimeError(f"not converted: {left[0].name if left else 'no site'}")
+    setattr(model, _APPROXIMATE, not all(site.is_exact() for site in plan.patched))
     return model
 
 

@@ -14,7 +14,10 @@ from flashbias_convert.benchmark.judge import outputs_of
 from flashbias_convert.benchmark.rows import failure, release
 from flashbias_convert.verification.difference import Accumulator, Difference
 
-from .case import BY_ROWS, NO_BIAS, ORIGINAL, Case
+from .case import BY_ROWS, ORIGINAL, WITHOUT_BIAS, Case
+
+#: times the error that is allowed to an exact conversion, which is twice the original's rounding
+_WRONG = 2.0
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,22 @@ def _first_sample(case: Case, way: str, options: Options, dtype: torch.dtype) ->
 
 
 def errors_of(
-    found: dict[str, Tensor], truth: Truth, dtype: torch.dtype, way: str
+    found: dict[str, Tensor],
+    truth: Truth,
+    dtype: torch.dtype,
+    way: str,
+    *,
+    approximate: bool = False,
 ) -> dict[str, Any]:
+    """Columns about outputs; "status" among them if they are wrong.
+
+    Args:
+        found: outputs of the row.
+        truth: what they are compared with.
+        dtype: in use.
+        way: of the row; one without a bias is never wrong.
+        approximate: nor is one whose biases are truncated on purpose.
+    """
     if truth.wide is None:
         return {"truth": truth.how}
     plain = truth.plain
@@ -123,6 +140,19 @@ def errors_of(
     }
     if plain is None:
         return numbers
-    judged = "another function" if way == NO_BIAS else str(worst.within_rounding)
-    return {**numbers, "rounding_max": f"{worst.rounding_max:.3g}",
-            "rounding_rms": f"{worst.rounding_rms:.3g}", "within_rounding": judged}  # fmt: skip
+    other = way in WITHOUT_BIAS
+    judged = "another function" if other else str(worst.within_rounding)
+    numbers |= {"rounding_max": f"{worst.rounding_max:.3g}",
+                "rounding_rms": f"{worst.rounding_rms:.3g}", "within_rounding": judged}  # fmt: skip
+    if not (other or approximate) and _is_wrong(worst):
+        times = worst.error_rms / worst.rounding_rms
+        numbers |= {"status": "wrong", "reason": f"wrong outputs: {times:.0f} times the rounding"}
+    return numbers
+
+
+def _is_wrong(found: Difference) -> bool:
+    """Whether this is no rounding any more: at least twice what an exact conversion may be off.
+
+    Where the original rounds no more than the truth does, nothing can be said.
+    """
+    return found.rounding_rms > 0 and not found.error_rms <= _WRONG * found.allowed_rms

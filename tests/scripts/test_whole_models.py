@@ -32,7 +32,7 @@ from whole_models import (  # noqa: E402
     weather,
     writing,
 )  # fmt: skip
-from whole_models.case import BY_ROWS, FLEX, NO_BIAS, SDPA, Case  # noqa: E402
+from whole_models.case import BY_ROWS, FLEX, NO_BIAS, SDPA, Case, converted  # noqa: E402
 from whole_models.hand import HandAttention  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -236,6 +236,46 @@ def test_a_row_tells_its_error_beside_rounding() -> None:
     assert rows["exact"]["within_rounding"] == "True"
     assert rows["none"]["within_rounding"] == "another function"
     assert float(rows["none"]["error_rms"]) > 10 * float(rows["none"]["rounding_rms"])
+
+
+def test_a_row_that_computes_something_else_is_wrong() -> None:
+    wide = torch.linspace(-1, 1, 64, dtype=torch.float32)
+    plain_ = wide + 1e-2 * torch.tensor([1.0, -1.0]).repeat(32)  # rounding of 1e-2, its rms as well
+    known = truth.Truth({"": wide}, {"": plain_}, "here")
+
+    def row(error: float, way: str = "flex", **how: bool) -> dict[str, Any]:
+        return truth.errors_of({"": wide + error}, known, torch.bfloat16, way, **how)
+
+    # allowed: twice the rounding and a unit in the last place of 1, 2**-7; wrong: twice that
+    assert "status" not in row(0.02) and row(0.02)["within_rounding"] == "True"
+    assert "status" not in row(0.055) and row(0.055)["within_rounding"] == "False"
+    assert row(0.056)["status"] == "wrong" and "6 times" in row(0.056)["reason"]
+    assert row(float("nan"))["status"] == "wrong"
+    assert "status" not in row(1.0, NO_BIAS) and "status" not in row(1.0, approximate=True)
+    same = truth.Truth({"": wide}, {"": wide}, "here")  # no rounding to be judged by
+    assert "status" not in truth.errors_of({"": wide + 1}, same, torch.float32, "flex")
+
+
+def test_only_truncated_biases_make_a_conversion_approximate() -> None:
+    case = vision.cases(True)["swinv2-b"]
+    for way, expected in (("original", False), ("sdpa", False), ("exact", False)):
+        assert case.prepare(way, CPU, torch.float32).approximate is expected
+    cut = case.build(CPU).eval()
+    converted(cut, "ours", energy=0.9, force=True)
+    assert cut.flashbias_approximate is True
+
+
+def test_wrong_rows_take_no_part_in_ratios() -> None:
+    def row(variant: str, ms: str, status: str = "measured") -> dict[str, str]:
+        named = {"model": "m", "variant": variant, "median_ms": ms, "status": status}
+        return {**dict.fromkeys(writing.COLUMNS, ""), **named, "reason": "off"}
+
+    rows = [row("none", "1"), row("flex", "0.5", "wrong"), row("exact", "2")]
+    lines = writing.summary(rows, ("none", "flex")).splitlines()[2:]
+    cells = [[c.strip() for c in line.split("|")[1:-1]] for line in lines]
+    assert [c[2] for c in cells] == ["1.000", "(0.500: off)", "2.000"]
+    assert [c[4] for c in cells] == ["1.00", "", "0.50"]
+    assert [c[5] for c in cells] == ["", "", ""]
 
 
 def test_bytes_of_biases() -> None:
