@@ -20,6 +20,9 @@ SDPA = "sdpa"
 FLEX = "flex"
 FLEX_ALIBI = "flex-alibi"
 NO_BIAS = "none"
+#: as these, with cuDNN's attention: torch chooses it on few cards by itself
+SDPA_CUDNN, NONE_CUDNN = "sdpa-cudnn", "none-cudnn"
+CUDNN = {SDPA_CUDNN: SDPA, NONE_CUDNN: NO_BIAS}
 OURS = "ours"
 EXACT = "exact"
 #: the original's formula, a few rows at a time: the truth where the original is out of memory
@@ -28,14 +31,16 @@ BY_ROWS = "by-rows"
 WAYS = {
     ORIGINAL: "original",
     SDPA: "by hand, dense bias, SDPA",
+    SDPA_CUDNN: "by hand, dense bias, SDPA with cuDNN",
     FLEX: "by hand, dense bias, FlexAttention",
     FLEX_ALIBI: "by hand, FlexAttention, ALiBi in its score_mod",
     NO_BIAS: "no bias, SDPA",
+    NONE_CUDNN: "no bias, SDPA with cuDNN",
     OURS: "ours",
     EXACT: "ours, exact",
 }
 #: ways that compute another function on purpose
-WITHOUT_BIAS = (NO_BIAS,)
+WITHOUT_BIAS = (NO_BIAS, NONE_CUDNN)
 #: eager; compiled; compiled with CUDA graphs; compiled after a call in eager mode; its blocks
 #: compiled one by one, which takes seconds where a whole model takes minutes
 MODES = ("eager", "compiled", "graphs", "warm", "layers")

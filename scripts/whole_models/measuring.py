@@ -139,6 +139,7 @@ def _measured(
         "prepare_s": f"{prepared_s:.1f}",
         "graphs": counters["stats"].get("unique_graphs", 0),
         "graph_breaks": sum(counters["graph_break"].values()),
+        "cudagraph_skips": counters["inductor"]["cudagraph_skips"] if mode == "graphs" else "",
         **errors_of(seen[0], truth, options.dtype, way, approximate=ready.approximate),
     }
 

@@ -10,7 +10,20 @@ from torch import Tensor, nn
 
 from flashbias_convert.models.pangu import EarthAttention3D, build
 
-from .case import EXACT, FLEX, NO_BIAS, ORIGINAL, OURS, ROOT, SDPA, Case, converted, drawn
+from .case import (
+    EXACT,
+    FLEX,
+    NO_BIAS,
+    NONE_CUDNN,
+    ORIGINAL,
+    OURS,
+    ROOT,
+    SDPA,
+    SDPA_CUDNN,
+    Case,
+    converted,
+    drawn,
+)
 from .hand import HandAttention, replace_children
 
 #: where learned biases come from
@@ -68,7 +81,7 @@ def pangu(name: str, **args: Any) -> Case:
     def alter(model: nn.Module, way: str) -> nn.Module:
         return converted(model, way) if way in (OURS, EXACT) else by_hand(model, way)
 
-    ways = (ORIGINAL, SDPA, FLEX, NO_BIAS, EXACT, OURS)
+    ways = (ORIGINAL, SDPA, SDPA_CUDNN, FLEX, NO_BIAS, NONE_CUDNN, EXACT, OURS)
     return Case(name, 1, 144, ways, make, inputs, alter)
 
 

@@ -12,7 +12,7 @@ import torch
 COLUMNS = (
     "model", "variant", "what", "mode", "batch", "tokens", "status", "reason",
     "median_ms", "p20_ms", "p80_ms", "repeats", "replay_ms", "per_second", "peak_mib", "bias_mib",
-    "first_call_s", "prepare_s", "graphs", "graph_breaks",
+    "first_call_s", "prepare_s", "graphs", "graph_breaks", "cudagraph_skips",
     "error_max", "error_rms", "rounding_max", "rounding_rms", "within_rounding", "largest", "truth",
     "dtype", "device", "torch", "triton", "timm", "transformers",
 )  # fmt: skip

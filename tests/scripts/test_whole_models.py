@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import dataclasses
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ sys.path[:0] = [str(SCRIPTS), str(SCRIPTS / "paper")]
 import bench_models  # noqa: E402
 from paper_tables import PaperTable, Published  # noqa: E402
 from whole_models import (  # noqa: E402
+    hand,
     language,
     measuring,
     plain,
@@ -32,7 +35,17 @@ from whole_models import (  # noqa: E402
     weather,
     writing,
 )  # fmt: skip
-from whole_models.case import BY_ROWS, FLEX, NO_BIAS, SDPA, Case, converted  # noqa: E402
+from whole_models.case import (  # noqa: E402
+    BY_ROWS,
+    FLEX,
+    NO_BIAS,
+    NONE_CUDNN,
+    SDPA,
+    SDPA_CUDNN,
+    WITHOUT_BIAS,
+    Case,
+    converted,
+)
 from whole_models.hand import HandAttention  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -45,7 +58,7 @@ def formula(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tens
     return (q @ k.transpose(-1, -2) * scale + added).softmax(-1) @ v
 
 
-@pytest.mark.parametrize("way", [SDPA, FLEX, BY_ROWS])
+@pytest.mark.parametrize("way", [SDPA, SDPA_CUDNN, FLEX, BY_ROWS])
 @pytest.mark.parametrize("windows", [1, 3])
 def test_windows_by_hand_take_their_own_bias(way: str, windows: int) -> None:
     bias = torch.randn(windows, 2, 16, 16)
@@ -55,13 +68,13 @@ def test_windows_by_hand_take_their_own_bias(way: str, windows: int) -> None:
     assert_parity(out, formula(q, k, v, bias, 0.3), exact)
 
 
-@pytest.mark.parametrize("way", [SDPA, FLEX, BY_ROWS, NO_BIAS])
+@pytest.mark.parametrize("way", [SDPA, SDPA_CUDNN, FLEX, BY_ROWS, NO_BIAS, NONE_CUDNN])
 def test_causal_attention_by_hand(way: str) -> None:
     bias = static_bias.StaticBias.alibi(2, 16, CPU)
     q, k, v = torch.randn(3, 1, 2, 16, 16).unbind(0)
     out = static_bias.attention(way, bias, torch.float32, 16)(q, k, v)
     hidden = bias.dense(torch.float32, hide=True)
-    if way == NO_BIAS:
+    if way in WITHOUT_BIAS:
         hidden = torch.zeros_like(hidden).masked_fill(hidden.isinf(), float("-inf"))
     exact = formula(*(x.double() for x in (q, k, v, hidden)), 0.25)
     assert_parity(out, formula(q, k, v, hidden, 0.25), exact)
@@ -87,7 +100,7 @@ def test_what_is_written_by_hand_computes_what_the_original_does(case: Case) -> 
         return next(iter(found.values()))
 
     truth, original = output("original", torch.float64), output("original", torch.float32)
-    for way in (SDPA, "exact"):
+    for way in (SDPA, SDPA_CUDNN, "exact"):
         assert_parity(output(way, torch.float32), original, truth)
     other = (output(NO_BIAS, torch.float32) - original).abs().max()
     assert other > 100 * (original.double() - truth).abs().max()
@@ -276,6 +289,49 @@ def test_wrong_rows_take_no_part_in_ratios() -> None:
     assert [c[2] for c in cells] == ["1.000", "(0.500: off)", "2.000"]
     assert [c[4] for c in cells] == ["1.00", "", "0.50"]
     assert [c[5] for c in cells] == ["", "", ""]
+
+
+def test_an_original_that_does_not_fit_is_replaced_by_its_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = plain.cases(True)["plain-20"]
+    whole = truth.find_truth(case, OPTIONS)
+
+    def attention(way: str, *args: Any) -> nn.Module:
+        if way == "original":
+            raise torch.OutOfMemoryError("all of it")
+        return static_bias.attention(way, *args)
+
+    monkeypatch.setattr(plain, "attention", attention)
+    rows = truth.find_truth(case, OPTIONS)
+    assert rows.how == "original's formula by rows"
+    assert whole.plain is not None and rows.plain is not None
+    assert whole.wide is not None
+    for name, wide in whole.wide.items():  # in bfloat16 it rounds as much as the original does
+        assert_parity(rows.plain[name], whole.plain[name], wide.double())
+
+
+def test_factors_are_rounded_once_where_the_matrix_is() -> None:
+    bias = static_bias.StaticBias.factors(2, 16, 8, CPU)
+    splits = [bias.terms(d).terms[0].split for d in (torch.bfloat16, torch.float16, torch.float32)]
+    assert splits == [0, 0, None]
+
+
+@pytest.mark.parametrize("on_card", [True, False])
+def test_only_cudnn_is_asked_for_on_a_card(on_card: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    @contextlib.contextmanager
+    def kernel(backend: Any) -> Iterator[None]:
+        asked.append(backend)
+        yield
+
+    monkeypatch.setattr(hand, "sdpa_kernel", kernel)
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda _: on_card))
+    q = torch.randn(1, 2, 8, 8)
+    for way in (SDPA, SDPA_CUDNN, NO_BIAS, NONE_CUDNN):
+        HandAttention(way, torch.zeros(1, 2, 8, 8), 1.0)(q, q, q)
+    assert asked == [hand.SDPBackend.CUDNN_ATTENTION] * (2 if on_card else 0)
 
 
 def test_bytes_of_biases() -> None:
