@@ -4,12 +4,13 @@ python scripts/bench_models.py [--models NAME...] [--variants NAME...] [--tiny] 
 
 Models are those of `--list`; "families" stands for one real model of every recipe. Variants are a
 way to compute attention ("original", "sdpa", "sdpa-cudnn", "flex", "flex-alibi", "none",
-"none-cudnn", "ours", "exact") in eager mode, or with a mode behind it: "-compiled", "-graphs" (CUDA
-graphs), "-warm" (compiled after a call in eager mode), "-layers" (blocks compiled one by one).
-"sdpa" and "flex" have the bias as a dense matrix, made once; "-cudnn" has cuDNN's kernel in the
-place of the one that torch chooses; "flex-alibi" computes ALiBi inside FlexAttention. "ours" is
-what this package decides, "exact" keeps every bit of the bias; of the plain Transformer and of
-attention alone it keeps factors in half precision, as the others keep the matrix.
+"none-cudnn", "none-flex", "ours", "exact", "svd-56") in eager mode, or with a mode behind it:
+"-compiled", "-graphs" (CUDA graphs), "-warm" (compiled after a call in eager mode), "-layers"
+(blocks compiled one by one). "sdpa" and "flex" have the bias as a dense matrix, made once; "-cudnn"
+has cuDNN's kernel in the place of the one that torch chooses; "flex-alibi" computes ALiBi inside
+FlexAttention. "ours" is what this package decides, "exact" keeps every bit of the bias; of the
+plain Transformer and of attention alone it keeps factors in half precision, as the others keep the
+matrix. "svd-56" truncates Pangu-Weather's biases as the paper does.
 
 Weights are random; position biases are drawn from the trained examples where there are some. Times
 are those of CUDA events around calls, after a write that flushes the cache; "replay_ms" is that of
@@ -18,9 +19,8 @@ peak of a call beyond weights and inputs, with everything that is kept of biases
 of the first sample's outputs against the original in float32, with the same weights; "rounding" is
 the original's own in the same dtype. A row that is off by more than four times that computes
 something else: it is "wrong", and takes no part in ratios. Without a bias, and where this package
-truncates biases, rows are never that. "graphs"
-and "graph_breaks" tell how a row was compiled, "cudagraph_skips" how often CUDA graphs were given
-up.
+truncates biases, rows are never that. "graphs" and "graph_breaks" tell how a row was compiled,
+"cudagraph_skips" how often CUDA graphs were given up.
 
 Rows are written one by one. What fails or takes longer than --limit-s is a row with its reason;
 after --stop-s no row is begun. --resume keeps the rows of the file and adds those that it lacks.

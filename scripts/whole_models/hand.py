@@ -147,6 +147,17 @@ def flex_alibi_on(device: torch.device) -> Callable[..., Tensor]:
     return torch.compile(flex_alibi, dynamic=False) if device.type == "cuda" else flex_alibi
 
 
+def flex_bare(q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask | None, scale: float) -> Tensor:
+    """FlexAttention without a bias."""
+    out: Any = flex_attention(q, k, v, block_mask=blocks, scale=scale)
+    return out
+
+
+def flex_bare_on(device: torch.device) -> Callable[..., Tensor]:
+    """`flex_bare`, compiled on a card."""
+    return torch.compile(flex_bare, dynamic=False) if device.type == "cuda" else flex_bare
+
+
 def flex_on(device: torch.device) -> Callable[..., Tensor]:
     """FlexAttention with a dense bias, compiled where that is worth while; see `peers.Flex`."""
     if device.type == "cuda":

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flashbias_convert import LowRank
 from tests.support import assert_parity
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -399,3 +400,81 @@ def test_a_table_of_the_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert float(exact["ratio_to_no_bias"]) == pytest.approx(ratio, rel=1e-3)
     assert float(exact["time"]) == pytest.approx(0.1 * float(exact["median_ms"]), rel=1e-3)
     assert path.with_suffix(".png").stat().st_size > 0
+
+
+def test_a_table_of_rows_that_others_have_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+
+    def row(variant: str, ms: str, status: str = "measured", model: str = "") -> dict[str, str]:
+        model = model or "plain Transformer 20"
+        return {"model": model, "variant": variant, "mode": "eager", "median_ms": ms,
+                "tokens": "20", "status": status, "device": "card", "dtype": "d",
+                "batch": "1"}  # fmt: skip
+
+    first, second = tmp_path / "a.csv", tmp_path / "b.csv"
+    for path, rows in {
+        first: [row("flex", "4"), row("none", "2"), row("exact", "", "failed")],
+        second: [row("exact", "3"), row("sdpa", "1", "wrong"), row("none", "", "failed"),
+                 row("exact", "7", model="another")],
+    }.items():  # fmt: skip
+        table = writing.Table(path)
+        for one in rows:
+            table.add(one)
+    paper = PaperTable(
+        "x", "x", "ms", 1.0, lambda tiny: [plain.cases(tiny)["plain-20"]],
+        {"exact": Published("FlashBias", 39.26)}, ("none", "exact", "sdpa", "flex"),
+        bare={"flex": "exact"},
+    )  # fmt: skip
+    path = tmp_path / "paper.csv"
+    arguments = ["x", "--tiny", "--output", str(path), "--rows", str(first), str(second)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    paper.main("x")
+    found = writing.read_rows(path)
+    assert [(r["variant"], r["median_ms"], r["delta"]) for r in found] == [
+        ("none", "2", "0"), ("exact", "3", "1"), ("sdpa", "1", ""), ("flex", "4", "1"),
+    ]  # fmt: skip
+    assert found[1]["paper_time"] == "39.26"
+    assert path.with_suffix(".png").stat().st_size > 0
+    passage = path.with_suffix(".md").read_text()
+    assert "card, d, batch 1" in passage and "39.26" in passage
+
+    writing.Table(first).add({**row("flex", "4"), "device": "another card"})
+    with pytest.raises(SystemExit):
+        paper.main("x")
+
+
+def test_pangu_at_the_rank_of_the_paper() -> None:
+    """Factors of 56 columns at the fine scale, the dense bias elsewhere; near the original."""
+    case = weather.cases(True)["pangu"]
+    ready = case.prepare("svd-56", CPU, torch.float32)
+    assert ready.approximate
+    sites = [m for m in ready.model.modules() if isinstance(m, weather.EarthAttention3D)]
+    hand_made = [m for m in ready.model.modules() if isinstance(m, weather.HandEarthAttention)]
+    assert len(sites) == len(hand_made) == 4
+    for site in sites:
+        score_bias: Any = site.score_bias
+        (term,) = [t for t in score_bias.bias.terms if isinstance(t, LowRank)]
+        assert term.phi_k.shape[-1] == 56
+
+    def output(way: str) -> Tensor:
+        one = case.prepare(way, CPU, torch.float32)
+        with torch.no_grad():
+            return next(iter(measuring.outputs_of(one.model(*one.args), 1).values()))
+
+    original, cut, none = (output(way) for way in ("original", "svd-56", NO_BIAS))
+    assert 0 < (cut - original).norm() < (none - original).norm()
+
+
+def test_flex_attention_without_a_bias_is_no_bias() -> None:
+    case = language.cases(True)["gpt2-prefill-2k"]
+
+    def output(way: str, dtype: torch.dtype) -> Tensor:
+        one = case.prepare(way, CPU, dtype)
+        with torch.no_grad():
+            found = measuring.outputs_of(one.model(*one.args, **one.kwargs), 1)
+        return next(iter(found.values()))
+
+    exact = output(NO_BIAS, torch.float64)
+    assert_parity(output("none-flex", torch.float32), output(NO_BIAS, torch.float32), exact)
