@@ -3,50 +3,70 @@
 python scripts/bench_models.py [--models NAME...] [--variants NAME...] [--tiny] [--device cpu]
 
 Models are those of `--list`; "families" stands for one real model of every recipe. Variants are a
-way to compute attention ("original", "sdpa", "flex", "flex-alibi", "none", "ours", "exact") in
-eager mode, or with a mode behind it: "-compiled", "-graphs" (CUDA graphs), "-warm" (compiled after
-a call in eager mode), "-layers" (blocks compiled one by one). "sdpa" and "flex" have the bias as a
-dense matrix, made once; "flex-alibi" computes ALiBi inside FlexAttention. "ours" is what this
-package decides, "exact" keeps every bit of the bias.
+way to compute attention ("original", "sdpa", "sdpa-cudnn", "flex", "flex-alibi", "none",
+"none-cudnn", "none-flex", "ours", "exact", "svd-56") in eager mode, or with a mode behind it:
+"-compiled", "-graphs" (CUDA graphs), "-warm" (compiled after a call in eager mode), "-layers"
+(blocks compiled one by one). "sdpa" and "flex" have the bias as a dense matrix, made once; "-cudnn"
+has cuDNN's kernel in the place of the one that torch chooses; "flex-alibi" computes ALiBi inside
+FlexAttention. "ours" is what this package decides, "exact" keeps every bit of the bias; of the
+plain Transformer and of attention alone it keeps factors in half precision, as the others keep the
+matrix. "svd-56" truncates Pangu-Weather's biases as the paper does.
 
 Weights are random; position biases are drawn from the trained examples where there are some. Times
 are those of CUDA events around calls, after a write that flushes the cache; "replay_ms" is that of
 a compiled model recorded as a CUDA graph: what its kernels take without the host. Memory is the
 peak of a call beyond weights and inputs, with everything that is kept of biases. Errors are those
 of the first sample's outputs against the original in float32, with the same weights; "rounding" is
-the original's own in the same dtype. "graphs" and "graph_breaks" tell how a row was compiled.
+the original's own in the same dtype. A row that is off by more than four times that computes
+something else: it is "wrong", and takes no part in ratios. Without a bias, and where this package
+truncates biases, rows are never that. "graphs" and "graph_breaks" tell how a row was compiled,
+"cudagraph_skips" how often CUDA graphs were given up.
 
 Rows are written one by one. What fails or takes longer than --limit-s is a row with its reason;
 after --stop-s no row is begun. --resume keeps the rows of the file and adds those that it lacks.
-With --together N, so many rows at a time compile beside each other, each in a process, and are then
-timed one after the other; "first_call_s" has little meaning there.
+Every row has a process of its own: a peer that crashes, or leaves the card unusable, ends its row.
+With --together N, so many rows at a time compile beside each other and are then timed one after the
+other; "first_call_s" has little meaning there, and all their models must fit the card at once. What
+the rows of a model are compared with is computed once, before them.
 """
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
-import math
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from turns import Wait, in_turns
 from whole_models import families, figure, language, plain, vision, weather
 from whole_models.case import ROOT, Case
 from whole_models.measuring import measure_row
+from whole_models.running import chosen, run_apart
 from whole_models.truth import Options, find_truth
 from whole_models.writing import Table, machine, summary
 
 #: what ratios of the summary are to
-REFERENCES = ("original-compiled", "sdpa-compiled", "flex-compiled", "none", "none-compiled")
+REFERENCES = (
+    "original-compiled",
+    "sdpa-compiled",
+    "sdpa-cudnn-compiled",
+    "flex-compiled",
+    "none",
+    "none-compiled",
+    "none-cudnn-compiled",
+)
 
 
 def all_cases(tiny: bool) -> dict[str, Case]:
     """Every model by its name on the command line."""
     rooms = (vision, language, plain, weather, families)
     return {name: case for room in rooms for name, case in room.cases(tiny).items()}
+
+
+def every_case(tiny: bool) -> list[Case]:
+    """See `all_cases`."""
+    return list(all_cases(tiny).values())
 
 
 def add_options(parser: argparse.ArgumentParser, output: str) -> None:
@@ -59,22 +79,17 @@ def add_options(parser: argparse.ArgumentParser, output: str) -> None:
     parser.add_argument("--limit-s", type=float, default=0.0, help="for a row; 0: none")
     parser.add_argument("--stop-s", type=float, default=0.0, help="begin no row after; 0: none")
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--together", type=int, default=1, help="rows that compile at a time")
     parser.add_argument("--output", type=Path, default=ROOT / "scripts/results" / output)
 
 
-def run(
-    cases: Iterable[Case],
-    options: argparse.Namespace,
-    table: Table,
-    more: dict[tuple[str, str], dict[str, str]] | None = None,
-) -> None:
-    """Measure every variant of every case that is asked for.
+def run(cases: Iterable[Case], options: argparse.Namespace, table: Table) -> None:
+    """As `running.run_apart`, in this process: for cases that cannot be made in another.
 
     Args:
-        cases: in order.
+        cases: in order; without peers that may leave the card unusable.
         options: of `add_options`.
         table: takes the rows.
-        more: further columns, by model and variant.
     """
     started = time.monotonic()
     device = torch.device(options.device)
@@ -82,60 +97,14 @@ def run(
     where = machine(device, how.dtype)
     for case in cases:
         truth = None
-        for variant in _chosen(case.variants(), options.variants):
+        for variant in chosen(case.variants(), options.variants):
             if table.has(case.name, variant, where["device"]):
                 continue
             if options.stop_s and time.monotonic() - started > options.stop_s:
                 print(f"stopped before {case.name}, {variant}")
                 return
             truth = truth or find_truth(case, how)
-            extra = (more or {}).get((case.name, variant), {})
-            table.add({**measure_row(case, variant, how, truth), **where, **extra})
-
-
-def run_together(names: list[str], options: argparse.Namespace, table: Table) -> None:
-    """As `run`, with rows that compile beside each other; all models must fit the card at once."""
-    where = machine(torch.device(options.device), getattr(torch, options.dtype))
-    cases = all_cases(options.tiny)
-    left = [
-        (name, variant, options, table.path)
-        for name in names
-        for variant in _chosen(cases[name].variants(), options.variants)
-        if not table.has(cases[name].name, variant, where["device"])
-    ]
-    ends = time.monotonic() + (options.stop_s or math.inf)
-    for i in range(0, len(left), options.together):
-        if time.monotonic() > ends:
-            print(f"stopped before {left[i][0]}, {left[i][1]}")
-            break
-        for name, variant, *_ in in_turns(_row, left[i : i + options.together]):
-            row = {"model": cases[name].name, "variant": variant, **where}
-            table.add({**row, "status": "failed", "reason": "its process died"})
-    table.read()
-
-
-def _row(name: str, variant: str, options: argparse.Namespace, path: Path, wait: Wait) -> None:
-    """Measure one row in a process of its own, and write it when it is its turn."""
-    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
-    case = all_cases(options.tiny)[name]
-    how = Options(device, dtype, options.repeats, options.limit_s)
-    waited = False
-
-    def once() -> None:
-        nonlocal waited
-        if not waited:
-            waited = True
-            wait()
-
-    row = measure_row(case, variant, how, find_truth(case, how), once)
-    once()  # a row that failed before its first call has not waited
-    Table(path, resume=True, begin=False).add({**row, **machine(device, dtype)})
-
-
-def _chosen(names: list[str], patterns: list[str] | None) -> list[str]:
-    """Those that match, in the order of the patterns."""
-    found = (n for p in patterns or ["*"] for n in names if fnmatch.fnmatchcase(n, p))
-    return list(dict.fromkeys(found))
+            table.add({**measure_row(case, variant, how, truth), **where})
 
 
 def main() -> None:
@@ -145,7 +114,6 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="+", metavar="NAME", help="patterns; default all")
     parser.add_argument("--list", action="store_true", help="print names and leave")
-    parser.add_argument("--together", type=int, default=1, help="rows that compile at a time")
     add_options(parser, "bench_models.csv")
     options = parser.parse_args()
     cases = all_cases(options.tiny)
@@ -158,11 +126,8 @@ def main() -> None:
     if unknown:
         parser.error(f"no model is called {unknown[0]!r}; see --list")
     table = Table(options.output, resume=options.resume)
-    chosen = _chosen(list(cases), patterns)
-    if options.together > 1:
-        run_together(chosen, options, table)
-    else:
-        run((cases[name] for name in chosen), options, table)
+    models = [cases[name].name for name in chosen(cases, patterns)]
+    run_apart(every_case, options, table, models=models)
     figure.draw(table.rows, options.output.with_suffix(".png"))
     print(summary(table.rows, REFERENCES))
 

@@ -6,10 +6,11 @@ clock, and a process of its own keeps what a peer does to its card from the othe
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 #: what a job does when it is ready: it returns when the card is its own
@@ -22,6 +23,19 @@ def _run(job: Callable[..., None], arguments: tuple[Any, ...], ready: Any, turn:
         turn.wait()
 
     job(*arguments, wait)
+
+
+@contextlib.contextmanager
+def _sharing_cores(jobs: int) -> Iterator[None]:
+    """Several compile: none that is started here thinks that the machine's cores are its own."""
+    names = ("TORCHINDUCTOR_COMPILE_THREADS", "OMP_NUM_THREADS") if jobs > 1 else ()
+    added = [name for name in names if name not in os.environ]
+    os.environ.update(dict.fromkeys(added, "1"))
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
 
 
 def in_turns(
@@ -43,14 +57,12 @@ def in_turns(
     context = multiprocessing.get_context("spawn")
     started = time.monotonic()
     waiting = []
-    # all of them compile: none shall think that the machine's cores are its own
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for arguments in calls:
-        ready, turn = context.Event(), context.Event()
-        process = context.Process(target=_run, args=(job, arguments, ready, turn))
-        process.start()
-        waiting.append((arguments, process, ready, turn))
+    with _sharing_cores(len(calls)):
+        for arguments in calls:
+            ready, turn = context.Event(), context.Event()
+            process = context.Process(target=_run, args=(job, arguments, ready, turn))
+            process.start()
+            waiting.append((arguments, process, ready, turn))
     for _, process, ready, _ in waiting:
         while process.is_alive() and not ready.wait(0.1):
             pass

@@ -1,6 +1,6 @@
 """Table "Experiments on GPT-2 size model with ALiBi bias": the bias is made inside the kernel.
 
-python scripts/paper/alibi_in_kernel.py [--tiny] [--device cpu]
+python scripts/paper/alibi_in_kernel.py [--tiny] [--device cpu] [--rows FILE.csv ...]
 
 Inference, N = 2,048, batch 8. The peer is FlexAttention with ALiBi in its score_mod, in the place
 of FlashAttention's ALiBi_slopes, which PyTorch does not come with.

@@ -1,6 +1,6 @@
 """Figures "Non-causal attention speed" and "Causal attention speed", inference.
 
-python scripts/paper/attention_speed.py [--tiny] [--device cpu]
+python scripts/paper/attention_speed.py [--tiny] [--device cpu] [--rows FILE.csv ...]
 
 Non-causal: 4 heads of 32, batch 2, a bias of rank 8. Causal: 50 heads of 32, batch 1, ALiBi. And
 that of the main text: 8 heads of 16, rank 8. The figures have no numbers in print.

@@ -1,6 +1,6 @@
 """Figures "Efficiency comparison" and "Efficiency ratio": the plain Transformer by length.
 
-python scripts/paper/overall_efficiency.py [--tiny] [--device cpu]
+python scripts/paper/overall_efficiency.py [--tiny] [--device cpu] [--rows FILE.csv ...]
 
 Inference, batch 1: eight layers of 512 channels, 8 heads, 1,024 channels between, a static bias
 (8, N, N). The figures have no numbers in print; the text compares at N = 16,384.

@@ -1,6 +1,6 @@
 """Table "Experiment of SwinV2-B": 384 pixels, windows of 24 x 24, batch 64.
 
-python scripts/paper/swinv2_b.py [--tiny] [--device cpu]
+python scripts/paper/swinv2_b.py [--tiny] [--device cpu] [--rows FILE.csv ...]
 
 Time and memory. The weights are random but for position biases and scales, which come from the
 small trained model in `examples/`, so there is no accuracy; outputs are compared with the

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashbias_convert import patch_model
+from flashbias_convert import LowRank, Plan, ScoreBias, inspect_model, patch_model
+from flashbias_convert.decompose.svd import svd_factors
+from flashbias_convert.patching import apply_plan
 
 #: of the repository
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,23 +22,38 @@ SDPA = "sdpa"
 FLEX = "flex"
 FLEX_ALIBI = "flex-alibi"
 NO_BIAS = "none"
+#: as these, with cuDNN's attention: torch chooses it on few cards by itself
+SDPA_CUDNN, NONE_CUDNN = "sdpa-cudnn", "none-cudnn"
+CUDNN = {SDPA_CUDNN: SDPA, NONE_CUDNN: NO_BIAS}
+#: no bias either
+NONE_FLEX = "none-flex"
 OURS = "ours"
 EXACT = "exact"
+#: truncated as the paper truncates Pangu-Weather's biases
+SVD_56 = "svd-56"
 #: the original's formula, a few rows at a time: the truth where the original is out of memory
 BY_ROWS = "by-rows"
 #: what each way is, in words
 WAYS = {
     ORIGINAL: "original",
     SDPA: "by hand, dense bias, SDPA",
+    SDPA_CUDNN: "by hand, dense bias, SDPA with cuDNN",
     FLEX: "by hand, dense bias, FlexAttention",
     FLEX_ALIBI: "by hand, FlexAttention, ALiBi in its score_mod",
     NO_BIAS: "no bias, SDPA",
+    NONE_CUDNN: "no bias, SDPA with cuDNN",
+    NONE_FLEX: "no bias, FlexAttention",
     OURS: "ours",
     EXACT: "ours, exact",
+    SVD_56: "ours, rank 56 at the fine scale, elsewhere by hand, dense bias, SDPA",
 }
+#: ways that compute another function on purpose
+WITHOUT_BIAS = (NO_BIAS, NONE_CUDNN, NONE_FLEX)
 #: eager; compiled; compiled with CUDA graphs; compiled after a call in eager mode; its blocks
 #: compiled one by one, which takes seconds where a whole model takes minutes
 MODES = ("eager", "compiled", "graphs", "warm", "layers")
+#: of a model that was converted
+_APPROXIMATE = "flashbias_approximate"
 
 
 @dataclass(eq=False)
@@ -46,11 +63,13 @@ class Prepared:
     Attributes:
         model: on the device, in the dtype, in evaluation mode.
         args, kwargs: of its forward.
+        approximate: whether biases were truncated, on purpose.
     """
 
     model: nn.Module
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    approximate: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +139,8 @@ class Case:
             # in float32: whoever writes it by hand, or converts, rounds a bias once, at the end
             model = self.alter(model, way)
         model = model.to(dtype).eval()
-        return Prepared(model, *self.inputs(model, way, device, dtype, batch or self.batch))
+        given = self.inputs(model, way, device, dtype, batch or self.batch)
+        return Prepared(model, *given, getattr(model, _APPROXIMATE, False))
 
 
 def split_variant(variant: str) -> tuple[str, str]:
@@ -145,9 +165,38 @@ def converted(model: nn.Module, way: str, *, force: bool = False, **how: Any) ->
     """
     method = "exact" if way == EXACT else "auto"
     plan = patch_model(model, method=method, force_all=force or way == EXACT, **how)
+    return _kept(model, plan)
+
+
+def converted_at_rank(model: nn.Module, rank: int, bias_of: Callable[[Any], Tensor]) -> nn.Module:
+    """Patch a model with every position bias cut at one rank, however much that loses.
+
+    Args:
+        model: the original, whose position biases are known when it is planned.
+        rank: of every head.
+        bias_of: called with the module of a site; returns its position bias, (*batch, H, N, N).
+
+    Raises:
+        RuntimeError: a site is not patched.
+    """
+    # any energy: a truncation takes the place of the one that is chosen
+    how = {"method": "svd", "energy": 0.5, "max_attention_error": 1.0, "force_all": True}
+    plan = inspect_model(model, **how)
+    for site in plan.patched:
+        assert site.bias is not None
+        cut = svd_factors(bias_of(model.get_submodule(site.name)), energy=1.0, max_rank=rank)
+        terms = tuple(cut if isinstance(term, LowRank) else term for term in site.bias.terms)
+        site.bias = ScoreBias(terms, site.bias.num_heads)
+        site.spec = site.bias.spec()
+    apply_plan(model, plan)
+    return _kept(model, plan)
+
+
+def _kept(model: nn.Module, plan: Plan) -> nn.Module:
     left = [site for site in plan.sites if site.status in ("failed", "unsupported")]
     if left or not plan.patched:
         raise RuntimeError(f"not converted: {left[0].name if left else 'no site'}")
+    setattr(model, _APPROXIMATE, not all(site.is_exact() for site in plan.patched))
     return model
 
 

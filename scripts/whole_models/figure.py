@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from .case import split_variant
+from .writing import is_right
 
 _COLORS = {"ours": "#2f6fab", "exact": "#7fb0dc", "none": "#bdbdbd", "original": "#c0504d",
-           "sdpa": "#e0a458", "flex": "#6a9a5b", "flex-alibi": "#a9c99a"}  # fmt: skip
+           "sdpa": "#e0a458", "sdpa-cudnn": "#f0cfa0", "none-cudnn": "#dddddd",
+           "none-flex": "#eeeeee", "flex": "#6a9a5b", "flex-alibi": "#a9c99a"}  # fmt: skip
 _COLUMNS = 3
 _MARKS = {"eager": "o", "compiled": "s", "graphs": "^", "warm": "v", "layers": "D"}
 
@@ -46,8 +48,10 @@ def _bars(ax: Any, rows: Sequence[dict[str, str]]) -> None:
     for i, row in enumerate(rows):
         ms = float(row["median_ms"] or 0)
         way = split_variant(row["variant"])[0]
-        ax.barh(i, ms, color=_COLORS.get(way, "#888888"))
-        ax.text(ms, i, f" {ms:.3g}" if ms else f" {row['reason'][:40]}", va="center", fontsize=7)
+        wrong = row["status"] == "wrong"
+        ax.barh(i, ms, color=_COLORS.get(way, "#888888"), alpha=0.3 if wrong else 1.0)
+        said = f" {ms:.3g}" if ms else f" {row['reason'][:40]}"
+        ax.text(ms, i, f"{said} (wrong)" if wrong else said, va="center", fontsize=7)
     ax.set_yticks(range(len(rows)), [row["variant"] for row in rows], fontsize=7)
     ax.invert_yaxis()
     ax.margins(x=0.18)
@@ -91,7 +95,9 @@ def _kind(row: dict[str, str]) -> str:
 
 def _line(ax: Any, rows: Sequence[dict[str, str]], column: str) -> None:
     found = sorted(
-        (int(row["tokens"]), float(row[column])) for row in rows if float(row[column] or 0) > 0
+        (int(row["tokens"]), float(row[column]))
+        for row in rows
+        if is_right(row) and float(row[column] or 0) > 0
     )
     if found:
         way = split_variant(rows[0]["variant"])[0]

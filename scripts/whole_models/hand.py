@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from flashbias_convert.benchmark import peers
 
-from .case import BY_ROWS, FLEX, NO_BIAS, SDPA
+from .case import BY_ROWS, CUDNN, FLEX, NO_BIAS, SDPA
 
 #: cells of scores in float32 at once, by rows
 _CELLS = 2**28
@@ -26,7 +27,7 @@ class HandAttention(nn.Module):
     """Attention of windows whose biases are known, by one of the ways.
 
     Args:
-        way: `SDPA`, `FLEX`, `NO_BIAS` or `BY_ROWS`.
+        way: `SDPA`, `FLEX`, `NO_BIAS`, one of them with cuDNN, or `BY_ROWS`.
         bias: masks included, shape (P, H, N, N): entry b of the batch takes bias b % P. Not used
             without a bias: there are no masks then, either.
         scale: of the scores.
@@ -37,6 +38,7 @@ class HandAttention(nn.Module):
 
     def __init__(self, way: str, bias: Tensor, scale: float, causal: bool = False) -> None:
         super().__init__()
+        self.cudnn, way = way in CUDNN, CUDNN.get(way, way)
         self.way, self.scale, self.causal = way, scale, causal
         self.windows = len(bias)
         if way != NO_BIAS:
@@ -51,7 +53,7 @@ class HandAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Shapes (B, H, N, D) to the same shape."""
         if self.way == NO_BIAS:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, scale=self.scale)
+            return sdpa(q, k, v, None, self.scale, causal=self.causal, cudnn=self.cudnn)
         if self.way == SDPA:
             return self._sdpa(q, k, v)
         if self.way == FLEX:
@@ -64,12 +66,12 @@ class HandAttention(nn.Module):
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.windows == 1:
-            return F.scaled_dot_product_attention(q, k, v, self.bias, scale=self.scale)
+            return sdpa(q, k, v, self.bias, self.scale, cudnn=self.cudnn)
         # windows as heads: the bias is then the same for the whole batch, and nothing repeats it
         _, heads, n, d = q.shape
         q, k, v = (x.reshape(-1, self.windows * heads, n, d) for x in (q, k, v))
         bias = self.bias.reshape(1, -1, *self.bias.shape[-2:])
-        out = F.scaled_dot_product_attention(q, k, v, bias, scale=self.scale)
+        out = sdpa(q, k, v, bias, self.scale, cudnn=self.cudnn)
         return out.reshape(-1, heads, n, d)
 
     def _flexible(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -78,6 +80,34 @@ class HandAttention(nn.Module):
             return self._flex(q, k, v, self.bias[0], None, self._blocks, self.scale)
         place = torch.arange(len(q), device=q.device) % self.windows
         return self._flex(q, k, v, self.bias, place, self._blocks, self.scale)
+
+
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    *,
+    causal: bool = False,
+    cudnn: bool = False,
+) -> Tensor:
+    """torch's attention with the kernel that torch chooses, or with cuDNN's and no other.
+
+    Args:
+        q, k, v: shapes (B, H, N, D).
+        bias: added to the scores, with one for every head; or None.
+        scale: of the scores.
+        causal: hide the keys after a query; only without a bias.
+        cudnn: cuDNN's kernel or none. The CPU, which has none, does not care.
+
+    Raises:
+        RuntimeError: cuDNN's kernel does not take this call.
+    """
+    if cudnn and q.is_cuda:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v, bias, is_causal=causal, scale=scale)
+    return F.scaled_dot_product_attention(q, k, v, bias, is_causal=causal, scale=scale)
 
 
 def causal_mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -117,6 +147,17 @@ def flex_alibi_on(device: torch.device) -> Callable[..., Tensor]:
     return torch.compile(flex_alibi, dynamic=False) if device.type == "cuda" else flex_alibi
 
 
+def flex_bare(q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask | None, scale: float) -> Tensor:
+    """FlexAttention without a bias."""
+    out: Any = flex_attention(q, k, v, block_mask=blocks, scale=scale)
+    return out
+
+
+def flex_bare_on(device: torch.device) -> Callable[..., Tensor]:
+    """`flex_bare`, compiled on a card."""
+    return torch.compile(flex_bare, dynamic=False) if device.type == "cuda" else flex_bare
+
+
 def flex_on(device: torch.device) -> Callable[..., Tensor]:
     """FlexAttention with a dense bias, compiled where that is worth while; see `peers.Flex`."""
     if device.type == "cuda":
@@ -139,7 +180,8 @@ def attention_by_rows(
 
     Args:
         q, k, v: shapes (B, H, N, D).
-        added: called with a head and its rows; returns what is added, (B or 1, rows, N).
+        added: called with a head and its rows; returns what is added, (B or 1, rows, N), in the
+            dtype in which the original adds it.
         scale: of the scores.
         causal: whether keys after the query are hidden.
     """
@@ -151,10 +193,10 @@ def attention_by_rows(
         for first in range(0, n, step):
             rows = slice(first, min(n, first + step))
             scores = (q[:, h, rows] @ k[:, h].transpose(-1, -2)).mul_(scale)
-            scores += added(h, rows)
+            scores = scores + added(h, rows)
             if causal:
                 scores.masked_fill_(keys > keys[rows, None], float("-inf"))
-            out[:, h, rows] = scores.softmax(-1) @ v[:, h]
+            out[:, h, rows] = scores.softmax(-1).to(v.dtype) @ v[:, h]
     return out
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import DynamicCache, StaticCache
@@ -19,10 +18,27 @@ from flashbias_convert.models.alibi_gpt2 import (
 from flashbias_convert.models.alibi_gpt2_config import AlibiGPT2Config
 from flashbias_convert.models.caches import CACHE_FIELD, cached_sizes, token_slots
 
-from .case import BY_ROWS, EXACT, FLEX, FLEX_ALIBI, MODES, NO_BIAS, ORIGINAL, SDPA, Case, converted
-from .hand import attention_by_rows, causal_mask, flex_alibi_on, flex_on
+from .case import (
+    BY_ROWS,
+    CUDNN,
+    EXACT,
+    FLEX,
+    FLEX_ALIBI,
+    MODES,
+    NO_BIAS,
+    NONE_CUDNN,
+    NONE_FLEX,
+    ORIGINAL,
+    SDPA,
+    SDPA_CUDNN,
+    Case,
+    converted,
+)
+from .hand import attention_by_rows, causal_mask, flex_alibi_on, flex_bare_on, flex_on, sdpa
 
-_WAYS = (ORIGINAL, SDPA, FLEX, FLEX_ALIBI, NO_BIAS, EXACT)
+_WAYS = (ORIGINAL, SDPA, SDPA_CUDNN, FLEX, FLEX_ALIBI, NO_BIAS, NONE_CUDNN, EXACT)
+#: a cache would need a mask
+_PROMPT_WAYS = (*_WAYS[:-1], NONE_FLEX, EXACT)
 #: logits of so many last tokens: a prefill needs one, a comparison more
 _KEPT = 16
 #: slots of a fixed cache beyond those that are filled: every timed call takes one
@@ -33,6 +49,7 @@ class HandAlibiAttention(AlibiGPT2Attention):
     """Takes what `HandAlibiModel` prepared in the place of bias and mask."""
 
     way: str
+    cudnn: bool
     attend: Callable[..., Tensor]
 
     def forward(
@@ -53,13 +70,16 @@ class HandAlibiAttention(AlibiGPT2Attention):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Any, mask: Any, slots: Any) -> Tensor:
         if self.way in (SDPA, NO_BIAS):
             causal = bias is None and q.shape[-2] == k.shape[-2]
-            return F.scaled_dot_product_attention(q, k, v, bias, is_causal=causal, scale=self.scale)
+            return sdpa(q, k, v, bias, self.scale, causal=causal, cudnn=self.cudnn)
+        if self.way == NONE_FLEX:
+            return self.attend(q, k, v, mask, self.scale)
         if self.way == FLEX:
             return self.attend(q, k, v, bias[0], None, mask, self.scale)
         if self.way == FLEX_ALIBI:
             return self.attend(q, k, v, bias, slots, mask, self.scale)
         assert self.way == BY_ROWS and q.shape[-2] == k.shape[-2]
-        keys = torch.arange(k.shape[-2], device=q.device, dtype=q.dtype)
+        wide = torch.promote_types(q.dtype, torch.float32)  # as the original makes its bias
+        keys = torch.arange(k.shape[-2], device=q.device, dtype=wide)
         return attention_by_rows(
             q, k, v,
             lambda h, rows: (bias[h] * (keys - keys[rows, None]))[None],
@@ -108,7 +128,7 @@ class HandAlibiModel(AlibiGPT2Model):
                 bias[0, h] = own.masked_fill(hidden, float("-inf")) if self.way == SDPA else own
         elif self.way in (FLEX_ALIBI, BY_ROWS):
             bias = self.slopes
-        if self.way in (FLEX, FLEX_ALIBI):
+        if self.way in (FLEX, FLEX_ALIBI, NONE_FLEX):
             blocks = create_block_mask(causal_mask, None, None, n, n, device=device)
         self.known[n, dtype] = (bias, blocks)
 
@@ -116,10 +136,13 @@ class HandAlibiModel(AlibiGPT2Model):
 def by_hand(model: Any, way: str) -> nn.Module:
     """Change the classes of the model and of its attention."""
     body, device = model.transformer, model.transformer.slopes.device
+    cudnn, way = way in CUDNN, CUDNN.get(way, way)
     body.__class__, body.way, body.known = HandAlibiModel, way, {}
-    attend: Any = flex_alibi_on(device) if way == FLEX_ALIBI else flex_on(device)
+    of_way = {FLEX_ALIBI: flex_alibi_on, NONE_FLEX: flex_bare_on}
+    attend: Any = of_way.get(way, flex_on)(device)
     for block in body.h:
         block.attn.__class__, block.attn.way, block.attn.attend = HandAlibiAttention, way, attend
+        block.attn.cudnn = cudnn
     return model
 
 
@@ -150,7 +173,7 @@ def prefill(name: str, config: dict[str, Any], batch: int, n: int) -> Case:
         kept = {"use_cache": False, "logits_to_keep": min(_KEPT, n)}
         return (_ids(config, count, n, device),), kept
 
-    return Case(f"{name}, prefill {n}", batch, n, _WAYS, _make(config), inputs, _alter)
+    return Case(f"{name}, prefill {n}", batch, n, _PROMPT_WAYS, _make(config), inputs, _alter)
 
 
 def decode(name: str, config: dict[str, Any], batch: int, n: int, fixed: bool) -> Case:

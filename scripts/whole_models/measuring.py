@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -83,8 +84,9 @@ def measure_row(
     except Exception as error:  # how a variant fails is its result
         row |= {"status": "failed", "reason": failure(error)}
         del error
-    _forget_compiled(options.device)
-    release(options.device)
+    with contextlib.suppress(RuntimeError):  # after an illegal access a card does nothing any more
+        _forget_compiled(options.device)
+        release(options.device)
     return row
 
 
@@ -105,8 +107,10 @@ def _measured(
     started, base = time.perf_counter(), allocated(device)
     ready = case.prepare(way, device, options.dtype)
     prepared_s = time.perf_counter() - started
-    if mode == "warm":
-        ready.model(*ready.args, **ready.kwargs)
+    if mode == "warm":  # with copies: a call fills a slot of a cache
+        args, kwargs = copy.deepcopy((ready.args, ready.kwargs))
+        ready.model(*args, **kwargs)
+        del args, kwargs
     model = compiled(ready.model, mode)
     seen: list[dict[str, Tensor]] = []
 
@@ -135,7 +139,8 @@ def _measured(
         "prepare_s": f"{prepared_s:.1f}",
         "graphs": counters["stats"].get("unique_graphs", 0),
         "graph_breaks": sum(counters["graph_break"].values()),
-        **errors_of(seen[0], truth, options.dtype, way),
+        "cudagraph_skips": counters["inductor"]["cudagraph_skips"] if mode == "graphs" else "",
+        **errors_of(seen[0], truth, options.dtype, way, approximate=ready.approximate),
     }
 
 

@@ -13,10 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .case import EXACT, FLEX, FLEX_ALIBI, NO_BIAS, ORIGINAL, SDPA, Case, drawn
+from .case import (
+    EXACT,
+    FLEX,
+    FLEX_ALIBI,
+    NO_BIAS,
+    NONE_CUDNN,
+    ORIGINAL,
+    SDPA,
+    SDPA_CUDNN,
+    Case,
+    drawn,
+)
 from .static_bias import StaticBias, attention
 
-WAYS = (ORIGINAL, SDPA, FLEX, NO_BIAS, EXACT)
+WAYS = (ORIGINAL, SDPA, SDPA_CUDNN, FLEX, NO_BIAS, NONE_CUDNN, EXACT)
 
 
 class Layer(nn.Module):
@@ -97,7 +108,7 @@ def alone(
 
     kind = "causal" if causal else "non-causal"
     name = f"attention {kind}, {heads} heads of {head_dim}, batch {batch}, {n}"
-    ways = (*WAYS[:3], FLEX_ALIBI, *WAYS[3:]) if causal else WAYS
+    ways = (*WAYS[:4], FLEX_ALIBI, *WAYS[4:]) if causal else WAYS
     return Case(name, batch, n, ways, make, inputs, _unchanged, ("eager", "compiled"))
 
 

@@ -12,7 +12,7 @@ from flashbias_convert import Alibi, LowRank, ScoreBias
 from flashbias_convert.decompose.closed_forms import alibi_slopes
 from flashbias_convert.modules import ScoreBiasModule
 
-from .case import BY_ROWS, EXACT, FLEX_ALIBI, NO_BIAS, ORIGINAL, SDPA
+from .case import BY_ROWS, EXACT, FLEX_ALIBI, ORIGINAL, SDPA, SDPA_CUDNN, WITHOUT_BIAS
 from .hand import HandAttention, attention_by_rows, causal_mask, flex_alibi_on
 
 
@@ -72,12 +72,21 @@ class StaticBias:
             out[0, h] = own
         return out
 
-    def terms(self) -> ScoreBias:
-        """As this package adds it."""
+    def terms(self, dtype: torch.dtype) -> ScoreBias:
+        """As this package adds it.
+
+        Factors are rounded to half precision once where the model is: whoever keeps the matrix
+        keeps it in that dtype, and no column needs a low part to be as exact as that.
+
+        Args:
+            dtype: of the model.
+        """
         if self.slopes is not None:
             return ScoreBias((Alibi(slopes=self.slopes),), len(self.slopes))
         assert self.phi_q is not None and self.phi_k is not None
-        return ScoreBias((LowRank(phi_q=self.phi_q, phi_k=self.phi_k),), len(self.phi_q))
+        split = 0 if dtype in (torch.bfloat16, torch.float16) else None
+        term = LowRank(phi_q=self.phi_q, phi_k=self.phi_k, split=split)
+        return ScoreBias((term,), len(self.phi_q))
 
 
 class OriginalAttention(nn.Module):
@@ -95,9 +104,9 @@ class OriginalAttention(nn.Module):
 class OwnAttention(nn.Module):
     """The operator of this package with the terms of the bias."""
 
-    def __init__(self, bias: StaticBias) -> None:
+    def __init__(self, bias: StaticBias, dtype: torch.dtype) -> None:
         super().__init__()
-        self.score_bias = ScoreBiasModule(bias.terms())
+        self.score_bias = ScoreBiasModule(bias.terms(dtype))
         self.score_bias.prepared()
         self.causal = bias.causal
 
@@ -116,8 +125,9 @@ class ByRows(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         bias, scale = self.bias, q.shape[-1] ** -0.5
         return attention_by_rows(
-            q, k, v, lambda h, rows: bias.rows(h, rows)[None], scale=scale, causal=bias.causal
-        )
+            q, k, v, lambda h, rows: bias.rows(h, rows)[None].to(q.dtype),
+            scale=scale, causal=bias.causal,
+        )  # fmt: skip
 
 
 class FlexAlibi(nn.Module):
@@ -141,11 +151,12 @@ def attention(way: str, bias: StaticBias, dtype: torch.dtype, head_dim: int) -> 
     if way == ORIGINAL:
         return OriginalAttention(bias.dense(dtype, hide=True))
     if way == EXACT:
-        return OwnAttention(bias)
+        return OwnAttention(bias, dtype)
     if way == BY_ROWS:
         return ByRows(bias)
     if way == FLEX_ALIBI:
         return FlexAlibi(bias)
     none = torch.empty(1, 1, 1, 1)
-    matrix = none if way == NO_BIAS else bias.dense(dtype, hide=way == SDPA)
+    hide = way in (SDPA, SDPA_CUDNN)
+    matrix = none if way in WITHOUT_BIAS else bias.dense(dtype, hide=hide)
     return HandAttention(way, matrix, head_dim**-0.5, bias.causal)

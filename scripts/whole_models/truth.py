@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,10 @@ from flashbias_convert.benchmark.judge import outputs_of
 from flashbias_convert.benchmark.rows import failure, release
 from flashbias_convert.verification.difference import Accumulator, Difference
 
-from .case import BY_ROWS, NO_BIAS, ORIGINAL, Case
+from .case import BY_ROWS, ORIGINAL, WITHOUT_BIAS, Case
+
+#: times the error that is allowed to an exact conversion, which is twice the original's rounding
+_WRONG = 2.0
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,8 @@ class Truth:
 
     Attributes:
         wide: of the original in float32; None if it could not be had.
-        plain: of the original in the dtype in use, eager; None if it could not be had.
+        plain: of the original, or of its formula by rows, in the dtype in use, eager; None if it
+            could not be had.
         how: where `wide` comes from, or why there is none.
     """
 
@@ -71,12 +76,33 @@ def _find_truth(case: Case, options: Options) -> Truth:
         if wide is not None:
             how = "original in float32" if way == ORIGINAL else "original's formula by rows"
             break
+    return Truth(wide, _find_plain(case, options), how)
+
+
+def _find_plain(case: Case, options: Options) -> dict[str, Tensor] | None:
+    """Without it there is nothing to set an error beside."""
     plain = None
-    # without it there is nothing to set an error beside
-    with contextlib.suppress(Exception):
-        plain = _first_sample(case, ORIGINAL, options, options.dtype)
-    release(options.device)
-    return Truth(wide, plain, how)
+    for way in (ORIGINAL, BY_ROWS):  # a few rows at a time rounds as the whole does
+        with contextlib.suppress(Exception):
+            plain = _first_sample(case, way, options, options.dtype)
+        release(options.device)
+        if plain is not None:
+            break
+    return plain
+
+
+def save_truth(truth: Truth, path: Path) -> None:
+    """Write it for other processes; the file is whole or not there."""
+    part = path.with_suffix(".part")
+    torch.save(vars(truth), part)
+    part.rename(path)
+
+
+def load_truth(path: Path) -> Truth:
+    """What `save_truth` wrote; none if whoever should have written it died."""
+    if not path.is_file():
+        return Truth(None, None, "none: its process died")
+    return Truth(**torch.load(path, weights_only=True))
 
 
 def _first_sample(case: Case, way: str, options: Options, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -85,8 +111,22 @@ def _first_sample(case: Case, way: str, options: Options, dtype: torch.dtype) ->
 
 
 def errors_of(
-    found: dict[str, Tensor], truth: Truth, dtype: torch.dtype, way: str
+    found: dict[str, Tensor],
+    truth: Truth,
+    dtype: torch.dtype,
+    way: str,
+    *,
+    approximate: bool = False,
 ) -> dict[str, Any]:
+    """Columns about outputs; "status" among them if they are wrong.
+
+    Args:
+        found: outputs of the row.
+        truth: what they are compared with.
+        dtype: in use.
+        way: of the row; one without a bias is never wrong.
+        approximate: nor is one whose biases are truncated on purpose.
+    """
     if truth.wide is None:
         return {"truth": truth.how}
     plain = truth.plain
@@ -108,6 +148,19 @@ def errors_of(
     }
     if plain is None:
         return numbers
-    judged = "another function" if way == NO_BIAS else str(worst.within_rounding)
-    return {**numbers, "rounding_max": f"{worst.rounding_max:.3g}",
-            "rounding_rms": f"{worst.rounding_rms:.3g}", "within_rounding": judged}  # fmt: skip
+    other = way in WITHOUT_BIAS
+    judged = "another function" if other else str(worst.within_rounding)
+    numbers |= {"rounding_max": f"{worst.rounding_max:.3g}",
+                "rounding_rms": f"{worst.rounding_rms:.3g}", "within_rounding": judged}  # fmt: skip
+    if not (other or approximate) and _is_wrong(worst):
+        times = worst.error_rms / worst.rounding_rms
+        numbers |= {"status": "wrong", "reason": f"wrong outputs: {times:.0f} times the rounding"}
+    return numbers
+
+
+def _is_wrong(found: Difference) -> bool:
+    """Whether this is no rounding any more: at least twice what an exact conversion may be off.
+
+    Where the original rounds no more than the truth does, nothing can be said.
+    """
+    return found.rounding_rms > 0 and not found.error_rms <= _WRONG * found.allowed_rms

@@ -13,12 +13,25 @@ from safetensors.torch import load_file
 from timm.models.swin_transformer_v2 import WindowAttention
 from torch import Tensor, nn
 
-from .case import EXACT, FLEX, NO_BIAS, ORIGINAL, OURS, ROOT, SDPA, Case, converted, drawn
+from .case import (
+    EXACT,
+    FLEX,
+    NO_BIAS,
+    NONE_CUDNN,
+    ORIGINAL,
+    OURS,
+    ROOT,
+    SDPA,
+    SDPA_CUDNN,
+    Case,
+    converted,
+    drawn,
+)
 from .hand import HandAttention, replace_children
 
 #: where learned biases come from
 EXAMPLE = ROOT / "examples/swinv2_cifar10/model.safetensors"
-_WAYS = (ORIGINAL, SDPA, FLEX, NO_BIAS, OURS, EXACT)
+_WAYS = (ORIGINAL, SDPA, SDPA_CUDNN, FLEX, NO_BIAS, NONE_CUDNN, OURS, EXACT)
 
 
 class HandWindowAttention(nn.Module):

@@ -10,7 +10,22 @@ from torch import Tensor, nn
 
 from flashbias_convert.models.pangu import EarthAttention3D, build
 
-from .case import EXACT, FLEX, NO_BIAS, ORIGINAL, OURS, ROOT, SDPA, Case, converted, drawn
+from .case import (
+    EXACT,
+    FLEX,
+    NO_BIAS,
+    NONE_CUDNN,
+    ORIGINAL,
+    OURS,
+    ROOT,
+    SDPA,
+    SDPA_CUDNN,
+    SVD_56,
+    Case,
+    converted,
+    converted_at_rank,
+    drawn,
+)
 from .hand import HandAttention, replace_children
 
 #: where learned biases come from
@@ -51,6 +66,20 @@ def by_hand(model: nn.Module, way: str) -> nn.Module:
     return replace_children(model, EarthAttention3D, make)
 
 
+def as_in_the_paper(model: nn.Module, rank: int) -> nn.Module:
+    """Cut the biases of the fine scale, which has fewer heads; the others stay dense, in SDPA."""
+    fewest = min(m.head_number for m in model.modules() if isinstance(m, EarthAttention3D))
+
+    def make(attention: EarthAttention3D, block: Any) -> nn.Module:
+        if attention.head_number == fewest:
+            return attention
+        bias = attention.earth_specific_bias
+        return HandEarthAttention(attention, block.mask_for(bias.device, bias.dtype), SDPA)
+
+    replace_children(model, EarthAttention3D, make)
+    return converted_at_rank(model, rank, lambda site: site.earth_specific_bias[0])
+
+
 def pangu(name: str, **args: Any) -> Case:
     """Pangu-Weather with random weights but for its position biases, batch 1."""
     levels, (latitudes, longitudes) = args.get("levels", 13), args.get("grid", (721, 1440))
@@ -66,9 +95,11 @@ def pangu(name: str, **args: Any) -> Case:
         return tuple(drawn(shape, count).to(device, dtype) for shape in shapes), {}
 
     def alter(model: nn.Module, way: str) -> nn.Module:
+        if way == SVD_56:
+            return as_in_the_paper(model, 56)
         return converted(model, way) if way in (OURS, EXACT) else by_hand(model, way)
 
-    ways = (ORIGINAL, SDPA, FLEX, NO_BIAS, EXACT, OURS)
+    ways = (ORIGINAL, SDPA, SDPA_CUDNN, FLEX, NO_BIAS, NONE_CUDNN, EXACT, OURS, SVD_56)
     return Case(name, 1, 144, ways, make, inputs, alter)
 
 

@@ -12,7 +12,7 @@ import torch
 COLUMNS = (
     "model", "variant", "what", "mode", "batch", "tokens", "status", "reason",
     "median_ms", "p20_ms", "p80_ms", "repeats", "replay_ms", "per_second", "peak_mib", "bias_mib",
-    "first_call_s", "prepare_s", "graphs", "graph_breaks",
+    "first_call_s", "prepare_s", "graphs", "graph_breaks", "cudagraph_skips",
     "error_max", "error_rms", "rounding_max", "rounding_rms", "within_rounding", "largest", "truth",
     "dtype", "device", "torch", "triton", "timm", "transformers",
 )  # fmt: skip
@@ -92,14 +92,25 @@ def told(row: dict[str, str]) -> str:
     )
 
 
+def is_right(row: dict[str, str]) -> bool:
+    """Whether a row has a time that others may be compared with."""
+    return bool(row["median_ms"]) and row["status"] != "wrong"
+
+
+def _without_ratios(row: dict[str, str]) -> str:
+    ms = row["median_ms"]
+    return f"({float(ms):.3f}: {row['reason']})" if ms else row["reason"]
+
+
 def summary(rows: list[dict[str, str]], references: tuple[str, ...]) -> str:
     """A table in Markdown: times and memory, and how many times as fast as some variants.
 
     Args:
-        rows: of one table.
+        rows: of one table; those with wrong outputs have no ratios, nor are others compared with
+            them.
         references: variants to compare with.
     """
-    times = {(r["model"], r["variant"]): float(r["median_ms"]) for r in rows if r["median_ms"]}
+    times = {(r["model"], r["variant"]): float(r["median_ms"]) for r in rows if is_right(r)}
     titles = ["model", "variant", "ms", "MiB", *(f"x {name}" for name in references), "error rms",
               "rounding rms"]  # fmt: skip
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
@@ -111,7 +122,7 @@ def summary(rows: list[dict[str, str]], references: tuple[str, ...]) -> str:
             else ""
             for name in references
         ]
-        shown = f"{own:.3f}" if own else row["reason"]
+        shown = f"{own:.3f}" if own else _without_ratios(row)
         cells = [row["model"], row["variant"], shown, row["peak_mib"], *ratios,
                  row["error_rms"], row["rounding_rms"]]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")

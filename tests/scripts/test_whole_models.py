@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import dataclasses
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flashbias_convert import LowRank
 from tests.support import assert_parity
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -21,8 +24,29 @@ sys.path[:0] = [str(SCRIPTS), str(SCRIPTS / "paper")]
 
 import bench_models  # noqa: E402
 from paper_tables import PaperTable, Published  # noqa: E402
-from whole_models import language, measuring, plain, static_bias, truth, vision, weather, writing  # noqa: E402
-from whole_models.case import BY_ROWS, FLEX, NO_BIAS, SDPA, Case  # noqa: E402
+from whole_models import (  # noqa: E402
+    hand,
+    language,
+    measuring,
+    plain,
+    running,
+    static_bias,
+    truth,
+    vision,
+    weather,
+    writing,
+)  # fmt: skip
+from whole_models.case import (  # noqa: E402
+    BY_ROWS,
+    FLEX,
+    NO_BIAS,
+    NONE_CUDNN,
+    SDPA,
+    SDPA_CUDNN,
+    WITHOUT_BIAS,
+    Case,
+    converted,
+)
 from whole_models.hand import HandAttention  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -35,7 +59,7 @@ def formula(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tens
     return (q @ k.transpose(-1, -2) * scale + added).softmax(-1) @ v
 
 
-@pytest.mark.parametrize("way", [SDPA, FLEX, BY_ROWS])
+@pytest.mark.parametrize("way", [SDPA, SDPA_CUDNN, FLEX, BY_ROWS])
 @pytest.mark.parametrize("windows", [1, 3])
 def test_windows_by_hand_take_their_own_bias(way: str, windows: int) -> None:
     bias = torch.randn(windows, 2, 16, 16)
@@ -45,13 +69,13 @@ def test_windows_by_hand_take_their_own_bias(way: str, windows: int) -> None:
     assert_parity(out, formula(q, k, v, bias, 0.3), exact)
 
 
-@pytest.mark.parametrize("way", [SDPA, FLEX, BY_ROWS, NO_BIAS])
+@pytest.mark.parametrize("way", [SDPA, SDPA_CUDNN, FLEX, BY_ROWS, NO_BIAS, NONE_CUDNN])
 def test_causal_attention_by_hand(way: str) -> None:
     bias = static_bias.StaticBias.alibi(2, 16, CPU)
     q, k, v = torch.randn(3, 1, 2, 16, 16).unbind(0)
     out = static_bias.attention(way, bias, torch.float32, 16)(q, k, v)
     hidden = bias.dense(torch.float32, hide=True)
-    if way == NO_BIAS:
+    if way in WITHOUT_BIAS:
         hidden = torch.zeros_like(hidden).masked_fill(hidden.isinf(), float("-inf"))
     exact = formula(*(x.double() for x in (q, k, v, hidden)), 0.25)
     assert_parity(out, formula(q, k, v, hidden, 0.25), exact)
@@ -77,7 +101,7 @@ def test_what_is_written_by_hand_computes_what_the_original_does(case: Case) -> 
         return next(iter(found.values()))
 
     truth, original = output("original", torch.float64), output("original", torch.float32)
-    for way in (SDPA, "exact"):
+    for way in (SDPA, SDPA_CUDNN, "exact"):
         assert_parity(output(way, torch.float32), original, truth)
     other = (output(NO_BIAS, torch.float32) - original).abs().max()
     assert other > 100 * (original.double() - truth).abs().max()
@@ -117,29 +141,87 @@ def test_waiting_for_a_turn_does_not_count_against_the_limit() -> None:
     assert row["status"] == "measured"
 
 
-def test_rows_that_get_ready_together_are_all_written(
+def test_every_row_is_written_by_a_process_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cases = {"slow": slow(0), "broken": slow(0, RuntimeError("no")), "dead": slow(0)}
-    named = {name: dataclasses.replace(case, name=name) for name, case in cases.items()}
+    named = [dataclasses.replace(case, name=name) for name, case in cases.items()]
     turns: list[str] = []
 
     def in_turns(job: Any, calls: Any) -> Any:
-        for call in calls[:-1]:
-            job(*call, lambda name=call[0]: turns.append(name))
-        return calls[-1:]
+        if job is running.measure_job and calls[-1][0].model == "dead":
+            lost, calls = calls[-1:], calls[:-1]
+        else:
+            lost = []
+        for (call,) in calls:
+            job(call, lambda name=f"{job.__name__} {call.model}": turns.append(name))
+        return lost
 
-    monkeypatch.setattr(bench_models, "all_cases", lambda _: named)
-    monkeypatch.setattr(bench_models, "in_turns", in_turns)
-    options = argparse.Namespace(device="cpu", dtype="float32", repeats=1, limit_s=0.0, stop_s=0.0,
-                                 tiny=True, variants=None, together=3)  # fmt: skip
+    monkeypatch.setattr(running, "in_turns", in_turns)
+    for together in (1, 3):
+        turns.clear()
+        options = argparse.Namespace(device="cpu", dtype="float32", repeats=1, limit_s=0.0,
+                                     stop_s=0.0, tiny=True, variants=None,
+                                     together=together)  # fmt: skip
+        table = writing.Table(tmp_path / f"{together}.csv", ("more",))
+        more = {(name, "original"): {"more": name} for name in cases}
+        running.run_apart(lambda _: named, options, table, more=more)
+        # each has its turn once, however it ends
+        assert [t for t in turns if "measure" in t] == ["measure_job slow", "measure_job broken"]
+        assert sorted(t for t in turns if "truth" in t) == [f"truth_job {n}" for n in sorted(cases)]
+        told = {row["model"]: (row["status"], row["reason"]) for row in table.rows}
+        assert told["slow"][0] == "measured"
+        assert told["broken"][0] == "failed" and "no" in told["broken"][1]
+        assert told["dead"] == ("failed", "its process died")
+        assert [row["more"] for row in writing.read_rows(table.path)] == list(cases)
+
+
+def test_the_truth_is_found_once_for_all_rows_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[str] = []
+
+    def in_turns(job: Any, calls: Any) -> Any:
+        for (call,) in calls:
+            jobs.append(job.__name__)
+            job(call, measuring.at_once)
+        return []
+
+    monkeypatch.setattr(running, "in_turns", in_turns)
+    options = argparse.Namespace(device="cpu", dtype="bfloat16", repeats=1, limit_s=0.0,
+                                 stop_s=0.0, tiny=True, variants=["original", "exact"],
+                                 together=1)  # fmt: skip
     table = writing.Table(tmp_path / "rows.csv")
-    bench_models.run_together(list(named), options, table)
-    assert turns == ["slow", "broken"]  # each has its turn once, however it ends
-    told = {row["model"]: (row["status"], row["reason"]) for row in table.rows}
-    assert told["slow"][0] == "measured"
-    assert told["broken"][0] == "failed" and "no" in told["broken"][1]
-    assert told["dead"] == ("failed", "its process died")
+    running.run_apart(lambda tiny: [plain.cases(tiny)["plain-20"]], options, table)
+    assert jobs == ["truth_job", "measure_job", "measure_job"]
+    known = truth.find_truth(plain.cases(True)["plain-20"], OPTIONS)
+    own = measuring.measure_row(plain.cases(True)["plain-20"], "original", OPTIONS, known)
+    assert table.rows[0]["error_rms"] == own["error_rms"] and table.rows[0]["truth"] == known.how
+
+
+def test_a_truth_that_nobody_wrote_is_none(tmp_path: Path) -> None:
+    missing = truth.load_truth(tmp_path / "no.pt")
+    assert missing.wide is None and "died" in missing.how
+
+
+def test_a_card_that_is_dead_after_a_row_leaves_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def release(_: torch.device) -> None:
+        raise gone
+
+    monkeypatch.setattr(measuring, "release", release)
+    row = measuring.measure_row(slow(0, gone), "original", OPTIONS, truth.Truth(None, None, "none"))
+    assert row["status"] == "failed" and "illegal memory access" in row["reason"]
+
+
+@pytest.mark.parametrize("key", ["gpt2-decode-2k", "gpt2-decode-2k-growing", "gpt2-prefill-2k"])
+def test_a_warm_call_changes_no_input(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "compiled", lambda model, mode: model)
+    case = language.cases(True)[key]
+    known = truth.find_truth(case, OPTIONS)
+    cold, warm = (measuring.measure_row(case, v, OPTIONS, known) for v in ("exact", "exact-warm"))
+    assert warm["error_rms"] == cold["error_rms"] and warm["within_rounding"] == "True"
 
 
 def test_blocks_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +250,89 @@ def test_a_row_tells_its_error_beside_rounding() -> None:
     assert rows["exact"]["within_rounding"] == "True"
     assert rows["none"]["within_rounding"] == "another function"
     assert float(rows["none"]["error_rms"]) > 10 * float(rows["none"]["rounding_rms"])
+
+
+def test_a_row_that_computes_something_else_is_wrong() -> None:
+    wide = torch.linspace(-1, 1, 64, dtype=torch.float32)
+    plain_ = wide + 1e-2 * torch.tensor([1.0, -1.0]).repeat(32)  # rounding of 1e-2, its rms as well
+    known = truth.Truth({"": wide}, {"": plain_}, "here")
+
+    def row(error: float, way: str = "flex", **how: bool) -> dict[str, Any]:
+        return truth.errors_of({"": wide + error}, known, torch.bfloat16, way, **how)
+
+    # allowed: twice the rounding and a unit in the last place of 1, 2**-7; wrong: twice that
+    assert "status" not in row(0.02) and row(0.02)["within_rounding"] == "True"
+    assert "status" not in row(0.055) and row(0.055)["within_rounding"] == "False"
+    assert row(0.056)["status"] == "wrong" and "6 times" in row(0.056)["reason"]
+    assert row(float("nan"))["status"] == "wrong"
+    assert "status" not in row(1.0, NO_BIAS) and "status" not in row(1.0, approximate=True)
+    same = truth.Truth({"": wide}, {"": wide}, "here")  # no rounding to be judged by
+    assert "status" not in truth.errors_of({"": wide + 1}, same, torch.float32, "flex")
+
+
+def test_only_truncated_biases_make_a_conversion_approximate() -> None:
+    case = vision.cases(True)["swinv2-b"]
+    for way, expected in (("original", False), ("sdpa", False), ("exact", False)):
+        assert case.prepare(way, CPU, torch.float32).approximate is expected
+    cut = case.build(CPU).eval()
+    converted(cut, "ours", energy=0.9, force=True)
+    assert cut.flashbias_approximate is True
+
+
+def test_wrong_rows_take_no_part_in_ratios() -> None:
+    def row(variant: str, ms: str, status: str = "measured") -> dict[str, str]:
+        named = {"model": "m", "variant": variant, "median_ms": ms, "status": status}
+        return {**dict.fromkeys(writing.COLUMNS, ""), **named, "reason": "off"}
+
+    rows = [row("none", "1"), row("flex", "0.5", "wrong"), row("exact", "2")]
+    lines = writing.summary(rows, ("none", "flex")).splitlines()[2:]
+    cells = [[c.strip() for c in line.split("|")[1:-1]] for line in lines]
+    assert [c[2] for c in cells] == ["1.000", "(0.500: off)", "2.000"]
+    assert [c[4] for c in cells] == ["1.00", "", "0.50"]
+    assert [c[5] for c in cells] == ["", "", ""]
+
+
+def test_an_original_that_does_not_fit_is_replaced_by_its_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = plain.cases(True)["plain-20"]
+    whole = truth.find_truth(case, OPTIONS)
+
+    def attention(way: str, *args: Any) -> nn.Module:
+        if way == "original":
+            raise torch.OutOfMemoryError("all of it")
+        return static_bias.attention(way, *args)
+
+    monkeypatch.setattr(plain, "attention", attention)
+    rows = truth.find_truth(case, OPTIONS)
+    assert rows.how == "original's formula by rows"
+    assert whole.plain is not None and rows.plain is not None
+    assert whole.wide is not None
+    for name, wide in whole.wide.items():  # in bfloat16 it rounds as much as the original does
+        assert_parity(rows.plain[name], whole.plain[name], wide.double())
+
+
+def test_factors_are_rounded_once_where_the_matrix_is() -> None:
+    bias = static_bias.StaticBias.factors(2, 16, 8, CPU)
+    splits = [bias.terms(d).terms[0].split for d in (torch.bfloat16, torch.float16, torch.float32)]
+    assert splits == [0, 0, None]
+
+
+@pytest.mark.parametrize("on_card", [True, False])
+def test_only_cudnn_is_asked_for_on_a_card(on_card: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    @contextlib.contextmanager
+    def kernel(backend: Any) -> Iterator[None]:
+        asked.append(backend)
+        yield
+
+    monkeypatch.setattr(hand, "sdpa_kernel", kernel)
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda _: on_card))
+    q = torch.randn(1, 2, 8, 8)
+    for way in (SDPA, SDPA_CUDNN, NO_BIAS, NONE_CUDNN):
+        HandAttention(way, torch.zeros(1, 2, 8, 8), 1.0)(q, q, q)
+    assert asked == [hand.SDPBackend.CUDNN_ATTENTION] * (2 if on_card else 0)
 
 
 def test_bytes_of_biases() -> None:
@@ -208,6 +373,13 @@ def test_every_model_has_a_name_and_ours() -> None:
             assert "original" in case.variants() and "exact" in case.variants()
 
 
+def here(job: Any, calls: Any) -> list[Any]:
+    """As `turns.in_turns`, in this process."""
+    for call in calls:
+        job(*call, measuring.at_once)
+    return []
+
+
 def test_a_table_of_the_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     table = PaperTable(
@@ -217,6 +389,7 @@ def test_a_table_of_the_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     path = tmp_path / "paper.csv"
     arguments = ["x", "--tiny", "--device", "cpu", "--repeats", "1", "--output", str(path)]
     monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(running, "in_turns", here)
     table.main("x")
     none, exact = writing.read_rows(path)
     assert float(none["delta"]) == 0 and none["paper_time"] == ""
@@ -227,3 +400,81 @@ def test_a_table_of_the_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert float(exact["ratio_to_no_bias"]) == pytest.approx(ratio, rel=1e-3)
     assert float(exact["time"]) == pytest.approx(0.1 * float(exact["median_ms"]), rel=1e-3)
     assert path.with_suffix(".png").stat().st_size > 0
+
+
+def test_a_table_of_rows_that_others_have_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+
+    def row(variant: str, ms: str, status: str = "measured", model: str = "") -> dict[str, str]:
+        model = model or "plain Transformer 20"
+        return {"model": model, "variant": variant, "mode": "eager", "median_ms": ms,
+                "tokens": "20", "status": status, "device": "card", "dtype": "d",
+                "batch": "1"}  # fmt: skip
+
+    first, second = tmp_path / "a.csv", tmp_path / "b.csv"
+    for path, rows in {
+        first: [row("flex", "4"), row("none", "2"), row("exact", "", "failed")],
+        second: [row("exact", "3"), row("sdpa", "1", "wrong"), row("none", "", "failed"),
+                 row("exact", "7", model="another")],
+    }.items():  # fmt: skip
+        table = writing.Table(path)
+        for one in rows:
+            table.add(one)
+    paper = PaperTable(
+        "x", "x", "ms", 1.0, lambda tiny: [plain.cases(tiny)["plain-20"]],
+        {"exact": Published("FlashBias", 39.26)}, ("none", "exact", "sdpa", "flex"),
+        bare={"flex": "exact"},
+    )  # fmt: skip
+    path = tmp_path / "paper.csv"
+    arguments = ["x", "--tiny", "--output", str(path), "--rows", str(first), str(second)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    paper.main("x")
+    found = writing.read_rows(path)
+    assert [(r["variant"], r["median_ms"], r["delta"]) for r in found] == [
+        ("none", "2", "0"), ("exact", "3", "1"), ("sdpa", "1", ""), ("flex", "4", "1"),
+    ]  # fmt: skip
+    assert found[1]["paper_time"] == "39.26"
+    assert path.with_suffix(".png").stat().st_size > 0
+    passage = path.with_suffix(".md").read_text()
+    assert "card, d, batch 1" in passage and "39.26" in passage
+
+    writing.Table(first).add({**row("flex", "4"), "device": "another card"})
+    with pytest.raises(SystemExit):
+        paper.main("x")
+
+
+def test_pangu_at_the_rank_of_the_paper() -> None:
+    """Factors of 56 columns at the fine scale, the dense bias elsewhere; near the original."""
+    case = weather.cases(True)["pangu"]
+    ready = case.prepare("svd-56", CPU, torch.float32)
+    assert ready.approximate
+    sites = [m for m in ready.model.modules() if isinstance(m, weather.EarthAttention3D)]
+    hand_made = [m for m in ready.model.modules() if isinstance(m, weather.HandEarthAttention)]
+    assert len(sites) == len(hand_made) == 4
+    for site in sites:
+        score_bias: Any = site.score_bias
+        (term,) = [t for t in score_bias.bias.terms if isinstance(t, LowRank)]
+        assert term.phi_k.shape[-1] == 56
+
+    def output(way: str) -> Tensor:
+        one = case.prepare(way, CPU, torch.float32)
+        with torch.no_grad():
+            return next(iter(measuring.outputs_of(one.model(*one.args), 1).values()))
+
+    original, cut, none = (output(way) for way in ("original", "svd-56", NO_BIAS))
+    assert 0 < (cut - original).norm() < (none - original).norm()
+
+
+def test_flex_attention_without_a_bias_is_no_bias() -> None:
+    case = language.cases(True)["gpt2-prefill-2k"]
+
+    def output(way: str, dtype: torch.dtype) -> Tensor:
+        one = case.prepare(way, CPU, dtype)
+        with torch.no_grad():
+            found = measuring.outputs_of(one.model(*one.args, **one.kwargs), 1)
+        return next(iter(found.values()))
+
+    exact = output(NO_BIAS, torch.float64)
+    assert_parity(output("none-flex", torch.float32), output(NO_BIAS, torch.float32), exact)
