@@ -21,6 +21,19 @@ from .errors import UsageError
 from .pair_memory import PairMemory
 from .terms import Lookup, Regions, RelativeTable, ScoreBias, Term
 
+_LENT = "_flashbias_lent"
+
+
+def lend(tensor: Tensor, to_modules: bool = True) -> Tensor:
+    """Say that modules take this very tensor, contiguous and in memory of its own, uncopied.
+
+    Args:
+        tensor: of a term; returned.
+        to_modules: False takes that back for modules to come.
+    """
+    setattr(tensor, _LENT, to_modules)
+    return tensor
+
 
 class TermTensors(nn.Module):
     """The tensors of one term, named like its fields: buffers, or parameters to be trained."""
@@ -31,7 +44,10 @@ class TermTensors(nn.Module):
         for name, tensor in term.tensors().items():
             # own and contiguous: a slice of an SVD would keep all of it alive, and checkpoints
             # want tensors that share nothing
-            own = tensor.detach().clone(memory_format=torch.contiguous_format)
+            copied = trained or not getattr(tensor, _LENT, False)
+            own = tensor.detach()
+            if copied:
+                own = own.clone(memory_format=torch.contiguous_format)
             if trained and own.is_floating_point():
                 self.register_parameter(name, nn.Parameter(own))
             else:

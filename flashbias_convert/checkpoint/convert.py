@@ -28,8 +28,9 @@ from .open_to_convert import Held, open_to_convert
 from .origin import SOURCE_KEY, Origin
 from .outputs import WEIGHTS_NAME, check_output, is_folder, output_path, plan_path
 from .publication import require_absent, require_no_folder
+from .shelf import Shelf
 from .streaming import Copying, write_streamed
-from .write import Check, write_file, write_folder
+from .write import Check, failed, write_file, write_folder
 
 Progress = Callable[[int, int, str], None]
 
@@ -157,7 +158,11 @@ def convert_checkpoint(
         "progress": progress,
         **keywords(options or DecomposeOptions()),
     }
-    if planner is None:
+    shelf = None
+    if isinstance(opened, MappedModel) and not dry_run:
+        shelf = Shelf(target.parent)
+        plan = _plan_on(shelf, opened, choices, target)
+    elif planner is None:
         plan = _plan(opened, choices, dry_run)
     else:
         plan = _planned_by(planner, opened, tuple(recipes), dry_run)
@@ -169,8 +174,9 @@ def convert_checkpoint(
         text = model_card(plan, source.resolve().name, target.name) if card else None
         if isinstance(opened, MappedModel):
             write_streamed(
-                opened, target, plan, force=force, card=text, check=check, copying=copying
-            )
+                opened, target, plan, force=force, card=text, check=check, copying=copying,
+                shelf=shelf,
+            )  # fmt: skip
         else:
             _write(opened, target, plan, force, max_bytes, text, check)
     return Conversion(
@@ -247,6 +253,17 @@ def _planned_by(
     plan = planner(opened.model)
     if not dry_run:
         apply_plan(opened.model, plan, recipes=recipes)
+    return plan
+
+
+def _plan_on(shelf: Shelf, opened: MappedModel, choices: Mapping[str, Any], target: Path) -> Plan:
+    """As `_plan`; terms are kept in a file, and patched modules hold them nowhere else."""
+    try:
+        with shelf:
+            plan = _plan(opened, {**choices, "keep": shelf.put}, False)
+    except OSError as error:
+        raise failed(target, error) from error
+    shelf.forget()
     return plan
 
 

@@ -28,6 +28,7 @@ from .origin import SOURCE_KEY, Origin, digest_of
 from .outputs import WEIGHTS_NAME, check_output, is_folder, plan_path
 from .partial import Partial
 from .pieces import (
+    Held,
     Piece,
     Source,
     copy_pieces,
@@ -40,8 +41,9 @@ from .pieces import (
 )
 from .publication import remove
 from .shards import Split
+from .shelf import Shelf
 from .staging import Staging
-from .write import Check, compare, copy_small_files, failed, file_header, prepare, write_card
+from .write import Check, copy_small_files, failed, file_header, prepare, write_card
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ def write_streamed(
     card: str | None = None,
     check: Check | None = None,
     copying: Copying | None = None,
+    shelf: Shelf | None = None,
 ) -> None:
     """Write the conversion of shards as a folder, complete or not at all.
 
@@ -87,6 +90,7 @@ def write_streamed(
         check: called with the complete folder, before it has its name; if it raises, nothing is
             kept.
         copying: told of the progress.
+        shelf: where the terms are kept, if not in memory.
 
     Raises:
         UsageError: the folder exists.
@@ -99,7 +103,7 @@ def write_streamed(
     try:
         with Partial(target, work.job()) as partial:
             work.copy(partial, copying)
-            work.finish(partial.out, source)
+            work.finish(partial.out, source, shelf)
             if card is not None:
                 write_card(card_in(partial.out), card, target)
             if check is not None:
@@ -192,10 +196,14 @@ class _Work:
         for shard in self.shards:
             path = folder / shard.name
             write_header(path, header(shard.pieces, metadata))
-            with safe_open(path, framework="pt") as file:
-                same = file.metadata() == metadata
-                if not same or set(file.keys()) != {piece.name for piece in shard.pieces}:
-                    raise CheckpointError("the written file does not read back: its header differs")
+            self._check_header(path, shard.pieces, metadata)
+
+    @staticmethod
+    def _check_header(path: Path, pieces: list[Piece], metadata: Mapping[str, str]) -> None:
+        with safe_open(path, framework="pt") as file:
+            same = file.metadata() == metadata
+            if not same or set(file.keys()) != {piece.name for piece in pieces}:
+                raise CheckpointError("the written file does not read back: its header differs")
 
     def _digest(self, digests: Mapping[str, str]) -> str:
         """See `Origin.digest`."""
@@ -205,7 +213,7 @@ class _Work:
 
     # -- the rest --------------------------------------------------------------------------
 
-    def finish(self, folder: Path, source: Path | None) -> None:
+    def finish(self, folder: Path, source: Path | None, shelf: Shelf | None) -> None:
         """Write what is small: configs, the plan, the terms, and at last the index."""
         shards = {shard.name for shard in self.shards}
         for path in folder.iterdir():
@@ -219,11 +227,22 @@ class _Work:
         with safe_open(folder / self.shards[0].name, framework="pt") as file:
             metadata = dict(file.metadata())
         path = folder / TERMS_NAME
-        write_tensors(path, self.terms, metadata)
-        compare(path, self.terms, metadata)
+        forget = _nothing if shelf is None else shelf.forget
+        write_tensors(path, self.terms, metadata, forget)
+        pieces = in_file_order(
+            [Piece(name, name, t.dtype, tuple(t.shape)) for name, t in self.terms.items()]
+        )
+        self._check_header(path, pieces, metadata)
+        start = len(header(pieces, metadata))
+        if not holds(path, start, Held(self.terms, forget), pieces):
+            raise CheckpointError(f"the written file does not read back: {TERMS_NAME}")
         files = {s.name: [piece.name for piece in s.pieces] for s in self.shards}
         total = sum(s.nbytes for s in self.shards) + sum(t.nbytes for t in self.terms.values())
         Split({**files, TERMS_NAME: list(self.terms)}, total).write_index(folder)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _shards(opened: MappedModel) -> list[_Shard]:
