@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from .errors import FlashBiasError, UsageError
 from .modules import ScoreBiasModule
 from .patched_attention import PatchedAttention
+from .shares import assigned
 from .swap import SUBMODULE, patched_modules
 
 T = TypeVar("T")
@@ -152,21 +153,29 @@ def spread(
     group: dist.ProcessGroup | None = None,
     *,
     done: Callable[[int], Any] | None = None,
+    costs: Sequence[float] | None = None,
 ) -> list[T]:
     """Results of calls that are shared out over processes; every process gets all, in order.
 
     Args:
         work: what to call; the same on all processes. Results are sent by pickle, so they should
             lie on the CPU.
-        group: the processes; default all. Each does every P-th call.
+        group: the processes; default all.
         done: told how many of its own calls this process has done, after each.
+        costs: how much work each call is, in any unit, the same on all processes: the longest is
+            given away first, each to the process that has least to do. It decides who does what,
+            and on no result. Default: all cost the same, and each process does every P-th call.
 
     Raises:
-        The first exception of a call, in the order of `work`, on every process.
+        The first exception that a process met, in the order of `work`, on every process.
+        ValueError: there is not one cost for every call.
     """
     parts, part = dist.get_world_size(group), dist.get_rank(group)
+    costs = [1.0] * len(work) if costs is None else costs
+    if len(costs) != len(work):
+        raise ValueError(f"{len(costs)} costs for {len(work)} calls")
     own: list[tuple[int, T | None, Exception | None]] = []
-    for at in range(part, len(work), parts):
+    for at in assigned(costs, parts)[part]:
         try:
             own.append((at, work[at](), None))
         except Exception as error:  # the others wait for this process

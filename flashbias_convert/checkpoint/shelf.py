@@ -1,4 +1,4 @@
-"""Terms that wait in a file: what was decided for a site takes no memory while others are planned."""
+"""Terms that wait in a file, and take no memory while other sites are planned."""
 
 from __future__ import annotations
 

@@ -368,7 +368,7 @@ def test_memory_of_decompositions_stays_below_it_too(tmp_path: Path, method: str
     done = convert_checkpoint(source, tmp_path / "out", arch_args=sizes, **chosen)
     assert high_water() - before <= 1.2 * largest
     # all heads of one site at once in float64, in the copies that a comparison takes, are more
-    assert done.plan.counts() == {"patched": 4} and 8 * 16 * 256**2 * 5 > 1.2 * largest
+    assert done.plan.counts() == {"patched": 4} and 1.2 * largest < 8 * 16 * 256**2 * 5
 
 
 def test_terms_wait_in_a_file(tmp_path: Path) -> None:
