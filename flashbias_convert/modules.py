@@ -172,6 +172,8 @@ class ScoreBiasModule(nn.Module):
         self.sealed: dict[tuple[str, torch.device], Tensor] = {}
         #: keeps what was made of a pair representation, inside `factors_once`
         self.pair_memory: PairMemory | None = None
+        #: which heads this process keeps, and of how many, see `parallel.shard_sites`
+        self._own_heads: tuple[tuple[int, ...], int] | None = None
         self._prepared: dict[tuple[str, ...], PreparedBias] = {}
         #: forms that compiled code looks for, by kinds of terms that are left out, and by device
         self._traced: dict[tuple[tuple[str, ...], torch.device], set[Form]] = {}
@@ -365,12 +367,27 @@ class ScoreBiasModule(nn.Module):
         for name, inputs in (built or {}).items():
             builder = self._builder(name)
             extra, without = (*extra, builder.make(**inputs)), without + builder.replaces
+        if self._own_heads is not None:  # an owner makes terms for the heads of all processes
+            extra = tuple(self._own_part(term) for term in extra)
         prepared = self.prepared(without)
         # masks aside, the bound holds with them, too
         bound = self._call_bound if all(isinstance(term, Regions) for term in extra) else None
         if extra:
             prepared = self._joined(prepared, tuple(extra))
         return prepared, bound
+
+    def keep_heads(self, heads: Sequence[int], total: int) -> None:
+        """Take these heads, of `total`, of the terms that come with calls, as of the own ones."""
+        self._own_heads = (tuple(heads), total)
+
+    def _own_part(self, term: Term) -> Term:
+        assert self._own_heads is not None
+        heads, total = self._own_heads
+        if term.num_own_heads() != total or total == 1:
+            return term
+        chosen = term.select_heads(heads)
+        assert chosen is not None  # terms of a call are for all heads
+        return chosen
 
     def _joined(self, own: PreparedBias, extra: tuple[Term, ...]) -> PreparedBias:
         """Own terms and those of a call; kept while masks stay the same objects."""

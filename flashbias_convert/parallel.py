@@ -74,7 +74,7 @@ def _require_even(site: PatchedAttention, parts: int) -> None:
     if site.trains_terms:
         raise UsageError(f"the terms of this {name} are trained: their heads cannot be split")
     site.check_fresh()
-    heads = {site.score_bias.bias.num_heads, *(getattr(site, n) for n in site.head_counts)}
+    heads = {site.score_bias.bias.num_heads, *(getattr(*_place(site, n)) for n in site.head_counts)}
     uneven = [count for count in heads if not isinstance(count, int) or count % parts]
     if uneven:
         raise UsageError(f"{uneven[0]} heads of a {name} cannot be split over {parts} processes")
@@ -90,15 +90,23 @@ def _shard_site(site: PatchedAttention, parts: int, part: int) -> None:
     terms = ScoreBiasModule(
         bias.select_heads(range(part * share, (part + 1) * share)), own.backend, tuple(own.builders)
     )
+    terms.keep_heads(range(part * share, (part + 1) * share), bias.num_heads)
     terms.train(site.training)
     terms.mask_memo.doubtful = own.mask_memo.doubtful
     site._modules[SUBMODULE] = terms
     for name in site.head_counts:
-        setattr(site, name, getattr(site, name) // parts)
+        holder, attribute = _place(site, name)
+        setattr(holder, attribute, getattr(holder, attribute) // parts)
     for name in site.head_values:
         _keep_part(site, name, parts, part, 0)
     site.split_over = parts
     site.seal()
+
+
+def _place(site: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that has an attribute of a site, and the name that it has there."""
+    path, _, attribute = name.rpartition(".")
+    return site.get_submodule(path), attribute
 
 
 def _keep_part(module: nn.Module, name: str, parts: int, part: int, groups: int) -> None:
