@@ -13,9 +13,9 @@ as `shard_sites` does it, and the bytes of their storages are counted, for one b
 times their number. Of a bias that depends on the input, terms belong to one call.
 
 With `--device cuda` there are rows of one card as well: models with random weights are loaded
-and called there, in bfloat16, one sample at a time, and torch's allocator is asked for what is held,
-and for the most while loading and in a call. Of BLOOM-176B that is one layer of the real size, 70
-times, without its embeddings. Writes `scripts/results/memory_per_device.csv`.
+and called there, in bfloat16, one sample at a time, and torch's allocator is asked for what is
+held, and for the most while loading and in a call. Of BLOOM-176B that is one layer of the real
+size, 70 times, without its embeddings. Writes `scripts/results/memory_per_device.csv`.
 """
 
 from __future__ import annotations

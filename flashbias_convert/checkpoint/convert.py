@@ -84,6 +84,7 @@ def convert_checkpoint(
     planner: Callable[[nn.Module], Plan] | None = None,
     copying: Copying | None = None,
     window: Sequence[int] | None = None,
+    link: bool = False,
 ) -> Conversion:
     """Convert a checkpoint and write the result beside it.
 
@@ -124,6 +125,9 @@ def convert_checkpoint(
             a dry run is made without it, too, where no known architecture has the tensors. One
             number for a square, or one for every axis.
 
+        link: of shards, make hard links to those whose bytes stay as they are, where the file
+            system can do that. They are one file under two names: who writes to one changes both.
+
     Raises:
         UsageError: an option that makes no sense, or an output that exists.
         UnknownArchitectureError: the architecture is unknown or ambiguous.
@@ -151,6 +155,9 @@ def convert_checkpoint(
     opened, held = open_to_convert(
         source, together, tuple(recipes), arch, arch_args, device, dtype, alone, window
     )
+    if link and not isinstance(opened, MappedModel):
+        reason = held.reason if held is not None else "the input does not lie in shards"
+        raise UsageError(f"nothing can be linked: {reason}", "leave out --link")
     choices = {
         "include": tuple(include),
         "exclude": tuple(exclude),
@@ -175,7 +182,7 @@ def convert_checkpoint(
         if isinstance(opened, MappedModel):
             write_streamed(
                 opened, target, plan, force=force, card=text, check=check, copying=copying,
-                shelf=shelf,
+                shelf=shelf, link=link,
             )  # fmt: skip
         else:
             _write(opened, target, plan, force, max_bytes, text, check)

@@ -116,6 +116,11 @@ class Source:
         self._ranges = _safetensors_ranges(path)
         self._tensors = {} if self._ranges is not None else read_file_tensors(path)
 
+    def consists_of(self, pieces: Sequence[Piece]) -> bool:
+        """Whether it is a safetensors file with these tensors, under their names, and no others."""
+        own = {piece.source for piece in pieces if piece.name == piece.source}
+        return self._ranges is not None and len(own) == len(pieces) and own == set(self._ranges)
+
     def chunks(self, piece: Piece) -> Iterator[memoryview]:
         """The bytes of a tensor, some at a time; each is valid until the next one.
 

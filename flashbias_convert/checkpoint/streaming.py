@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ..errors import CheckpointError
 from ..plan import Plan
 from .card import card_in
 from .config_entry import mark_config
+from .header import LINKED_KEY
 from .mapped import MappedModel
 from .origin import SOURCE_KEY, Origin, digest_of
 from .outputs import WEIGHTS_NAME, check_output, is_folder, plan_path
@@ -78,6 +80,7 @@ def write_streamed(
     check: Check | None = None,
     copying: Copying | None = None,
     shelf: Shelf | None = None,
+    link: bool = False,
 ) -> None:
     """Write the conversion of shards as a folder, complete or not at all.
 
@@ -91,6 +94,8 @@ def write_streamed(
             kept.
         copying: told of the progress.
         shelf: where the terms are kept, if not in memory.
+        link: make hard links to shards that stay as they are, instead of copies; they are never
+            opened for writing. The plan is in the headers of the other files only.
 
     Raises:
         UsageError: the folder exists.
@@ -99,11 +104,11 @@ def write_streamed(
     """
     source = opened.checkpoint.folder if is_folder(opened.checkpoint.path) else None
     check_output(target, opened.checkpoint.folder, force)
-    work = _Work.of(opened, target, plan)
+    work = _Work.of(opened, target, plan, link)
     try:
         with Partial(target, work.job()) as partial:
-            work.copy(partial, copying)
-            work.finish(partial.out, source, shelf)
+            metadata = work.copy(partial, copying)
+            work.finish(partial.out, source, shelf, metadata)
             if card is not None:
                 write_card(card_in(partial.out), card, target)
             if check is not None:
@@ -126,24 +131,29 @@ class _Work:
     terms: dict[str, Tensor]
     tied: dict[str, str]
     origin: Origin
+    link: bool = False
+    #: names of the shards that are links by now
+    linked: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(cls, opened: MappedModel, target: Path, plan: Plan) -> _Work:
+    def of(cls, opened: MappedModel, target: Path, plan: Plan, link: bool = False) -> _Work:
         state = opened.model.state_dict()
         known = {**opened.sources, **opened.tied}
         terms, tied_terms = prepare({k: t for k, t in state.items() if k not in known})
         tied = {**opened.tied, **tied_terms}
-        return cls(opened, target, plan, _shards(opened), terms, tied, _origin(opened))
+        return cls(opened, target, plan, _shards(opened), terms, tied, _origin(opened), link)
 
     def metadata(self, digest: str) -> dict[str, str]:
         """Of every header."""
         own = {SOURCE_KEY: replace(self.origin, digest=digest).to_json()}
+        if self.linked:
+            own[LINKED_KEY] = json.dumps(sorted(self.linked))
         return file_header(self.plan, self.tied, {**self.opened.checkpoint.metadata, **own})
 
     def job(self) -> str:
         """Stands for everything that decides on the bytes of the shards."""
         stats = [shard.source.stat() for shard in self.shards]
-        facts: list[Any] = [self.metadata(_NO_DIGEST)]
+        facts: list[Any] = [self.metadata(_NO_DIGEST), self.link]
         for shard, stat in zip(self.shards, stats, strict=True):
             facts.append([str(shard.source.resolve()), stat.st_size, stat.st_mtime_ns, shard.name])
             facts.append([(p.name, p.source, str(p.dtype), p.shape) for p in shard.pieces])
@@ -155,9 +165,32 @@ class _Work:
 
     # -- the shards ------------------------------------------------------------------------
 
-    def copy(self, partial: Partial, copying: Copying | None) -> None:
-        """Copy every shard that is not there yet, then give all of them their headers."""
+    def link_shards(self, folder: Path) -> None:
+        """Link what can be linked."""
+        known = self.opened.checkpoint.metadata
+        if any(key.startswith("flashbias_convert.") for key in known):
+            return  # of an earlier conversion: headers say what is not so any more
+        for shard in self.shards:
+            path = folder / shard.name
+            if not Source(shard.source).consists_of(shard.pieces):
+                continue
+            try:
+                path.unlink(missing_ok=True)
+                os.link(shard.source.resolve(), path)
+            except OSError as error:
+                logger.warning("%s is copied: it cannot be linked: %s", shard.name, error.strerror)
+            else:
+                self.linked.add(shard.name)
+
+    def copy(self, partial: Partial, copying: Copying | None) -> dict[str, str]:
+        """Copy every shard that is not there yet, then give all of them their headers.
+
+        Returns:
+            What the headers say.
+        """
         finished, total = partial.finished(), sum(shard.nbytes for shard in self.shards)
+        if self.link:
+            self.link_shards(partial.out)
         self._require_space(partial.out)
         digests: dict[str, str] = {}
         done = 0
@@ -170,17 +203,23 @@ class _Work:
                     copying(done, total, name)
 
             path, source = partial.out / shard.name, Source(shard.source)
+            if shard.name in self.linked:
+                digests |= digests_of(source, shard.pieces, on_bytes)
+                continue
             start = self.start(shard)
             left = shard.name in finished and path.is_file()
             if left and holds(path, start, source, shard.pieces):
                 logger.info("%s is there already", shard.name)
                 digests |= digests_of(source, shard.pieces, on_bytes)
                 continue
+            path.unlink(missing_ok=True)  # whatever it is, it may be a link to something
             digests |= copy_pieces(source, shard.pieces, path, start, on_bytes)
             if not holds(path, start, source, shard.pieces):
                 raise CheckpointError(f"the written file does not read back: {shard.name}")
             partial.finish(shard.name)
-        self._write_headers(partial.out, self.metadata(self._digest(digests)))
+        metadata = self.metadata(self._digest(digests))
+        self._write_headers(partial.out, metadata)
+        return metadata
 
     def _require_space(self, folder: Path) -> None:
         there = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
@@ -195,6 +234,8 @@ class _Work:
     def _write_headers(self, folder: Path, metadata: Mapping[str, str]) -> None:
         for shard in self.shards:
             path = folder / shard.name
+            if shard.name in self.linked:
+                continue
             write_header(path, header(shard.pieces, metadata))
             self._check_header(path, shard.pieces, metadata)
 
@@ -213,7 +254,9 @@ class _Work:
 
     # -- the rest --------------------------------------------------------------------------
 
-    def finish(self, folder: Path, source: Path | None, shelf: Shelf | None) -> None:
+    def finish(
+        self, folder: Path, source: Path | None, shelf: Shelf | None, metadata: dict[str, str]
+    ) -> None:
         """Write what is small: configs, the plan, the terms, and at last the index."""
         shards = {shard.name for shard in self.shards}
         for path in folder.iterdir():
@@ -224,8 +267,6 @@ class _Work:
             mark_config(folder, self.plan)
         sidecar = plan_path(folder / WEIGHTS_NAME)
         sidecar.write_text(json.dumps(self.plan.to_json(), indent=2) + "\n", encoding="utf-8")
-        with safe_open(folder / self.shards[0].name, framework="pt") as file:
-            metadata = dict(file.metadata())
         path = folder / TERMS_NAME
         forget = _nothing if shelf is None else shelf.forget
         write_tensors(path, self.terms, metadata, forget)

@@ -277,7 +277,7 @@ def terms_of(plan: Any) -> dict[str, Tensor]:
 
 
 def plan_of_transformers(rank: int, world: int) -> dict[str, Any]:
-    """A BLOOM, by a plan of ours, and a GOT-OCR 2, by its own, split by transformers as it loads."""
+    """Split by transformers as it loads: a BLOOM by a plan of ours, a GOT-OCR 2 by its own."""
     import os
     import tempfile
 
@@ -302,10 +302,11 @@ def plan_of_transformers(rank: int, world: int) -> dict[str, Any]:
             folder, distributed_config=DistributedConfig(tp_size=world, tp_plan=ours)
         )
         dist.barrier()
-        got_ocr(Path(folder, str(rank)))
+        got_ocr(Path(folder, "ocr"))
+        dist.barrier()
         ocr: Any
         ocr, inputs = got_ocr(
-            Path(folder, str(rank)),
+            Path(folder, "ocr"),
             distributed_config=DistributedConfig(tp_size=world, tp_plan="auto"),
         )
         dist.barrier()
