@@ -8,7 +8,8 @@ layers, and factors of 64 structures of 96 to 384 tokens. `spread` gives the lon
 first, as far as it can be told before (`shares.assigned`); a step takes as long as the process with
 most to do, and what is not shared out, and the exchange of results (each process packs its own and
 unpacks all), takes as long as on one. No network is part of this: results are some megabytes.
-"bound" is what no order of the parts could beat. The job itself runs on two processes, too (gloo), for the row of two.
+"bound" is what no order of the parts could beat. The job itself runs on two processes, too (gloo),
+for the row of two.
 
 Seconds are those of the processor, not of the clock: other programs do not count. Writes
 `scripts/results/simulate_scaling.csv` and a picture.

@@ -110,7 +110,7 @@ def _tabulate(bias: Tensor, codes: Codes) -> RelativeTable | None:
     flat = bias.reshape(-1, len(cell_code))
     table = flat.new_zeros(len(flat), size, dtype=torch.float32)
     table[:, used] = flat[:, first[used]].float()
-    for part in chunks(*flat.shape, bias.device):
+    for part in chunks(len(flat), len(cell_code), bias.device):
         if not torch.equal(table[part][:, cell_code].to(bias.dtype), flat[part]):
             return None
     return RelativeTable(
