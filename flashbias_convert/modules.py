@@ -22,6 +22,19 @@ from .pair_memory import PairMemory
 from .seals import COLUMNS, Row
 from .terms import Lookup, Regions, RelativeTable, ScoreBias, Term
 
+_LENT = "_flashbias_lent"
+
+
+def lend(tensor: Tensor, to_modules: bool = True) -> Tensor:
+    """Say that modules take this very tensor, contiguous and in memory of its own, uncopied.
+
+    Args:
+        tensor: of a term; returned.
+        to_modules: False takes that back for modules to come.
+    """
+    setattr(tensor, _LENT, to_modules)
+    return tensor
+
 
 class TermTensors(nn.Module):
     """The tensors of one term, named like its fields: buffers, or parameters to be trained."""
@@ -32,7 +45,10 @@ class TermTensors(nn.Module):
         for name, tensor in term.tensors().items():
             # own and contiguous: a slice of an SVD would keep all of it alive, and checkpoints
             # want tensors that share nothing
-            own = tensor.detach().clone(memory_format=torch.contiguous_format)
+            copied = trained or not getattr(tensor, _LENT, False)
+            own = tensor.detach()
+            if copied:
+                own = own.clone(memory_format=torch.contiguous_format)
             if trained and own.is_floating_point():
                 self.register_parameter(name, nn.Parameter(own))
             else:
@@ -162,6 +178,8 @@ class ScoreBiasModule(nn.Module):
         self.sealed: dict[tuple[str, torch.device], Tensor] = {}
         #: keeps what was made of a pair representation, inside `factors_once`
         self.pair_memory: PairMemory | None = None
+        #: which heads this process keeps, and of how many, see `parallel.shard_sites`
+        self._own_heads: tuple[tuple[int, ...], int] | None = None
         self._prepared: dict[tuple[str, ...], PreparedBias] = {}
         #: forms that compiled code looks for, by kinds of terms that are left out, and by device
         self._traced: dict[tuple[tuple[str, ...], torch.device], set[Form]] = {}
@@ -377,12 +395,27 @@ class ScoreBiasModule(nn.Module):
         for name, inputs in (built or {}).items():
             builder = self._builder(name)
             extra, without = (*extra, builder.make(**inputs)), without + builder.replaces
+        if self._own_heads is not None:  # an owner makes terms for the heads of all processes
+            extra = tuple(self._own_part(term) for term in extra)
         prepared = self.prepared(without)
         # masks aside, the bound holds with them, too
         bound = self._call_bound if all(isinstance(term, Regions) for term in extra) else None
         if extra:
             prepared = self._joined(prepared, tuple(extra))
         return prepared, bound
+
+    def keep_heads(self, heads: Sequence[int], total: int) -> None:
+        """Take these heads, of `total`, of the terms that come with calls, as of the own ones."""
+        self._own_heads = (tuple(heads), total)
+
+    def _own_part(self, term: Term) -> Term:
+        assert self._own_heads is not None
+        heads, total = self._own_heads
+        if term.num_own_heads() != total or total == 1:
+            return term
+        chosen = term.select_heads(heads)
+        assert chosen is not None  # terms of a call are for all heads
+        return chosen
 
     def _joined(self, own: PreparedBias, extra: tuple[Term, ...]) -> PreparedBias:
         """Own terms and those of a call; kept while masks stay the same objects."""

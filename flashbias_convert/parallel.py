@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from .errors import FlashBiasError, UsageError
 from .modules import ScoreBiasModule
 from .patched_attention import PatchedAttention
+from .shares import assigned
 from .swap import SUBMODULE, patched_modules
 
 T = TypeVar("T")
@@ -73,7 +74,7 @@ def _require_even(site: PatchedAttention, parts: int) -> None:
     if site.trains_terms:
         raise UsageError(f"the terms of this {name} are trained: their heads cannot be split")
     site.check_fresh(by_values=True)
-    heads = {site.score_bias.bias.num_heads, *(getattr(site, n) for n in site.head_counts)}
+    heads = {site.score_bias.bias.num_heads, *(getattr(*_place(site, n)) for n in site.head_counts)}
     uneven = [count for count in heads if not isinstance(count, int) or count % parts]
     if uneven:
         raise UsageError(f"{uneven[0]} heads of a {name} cannot be split over {parts} processes")
@@ -89,15 +90,23 @@ def _shard_site(site: PatchedAttention, parts: int, part: int) -> None:
     terms = ScoreBiasModule(
         bias.select_heads(range(part * share, (part + 1) * share)), own.backend, tuple(own.builders)
     )
+    terms.keep_heads(range(part * share, (part + 1) * share), bias.num_heads)
     terms.train(site.training)
     terms.mask_memo.doubtful = own.mask_memo.doubtful
     site._modules[SUBMODULE] = terms
     for name in site.head_counts:
-        setattr(site, name, getattr(site, name) // parts)
+        holder, attribute = _place(site, name)
+        setattr(holder, attribute, getattr(holder, attribute) // parts)
     for name in site.head_values:
         _keep_part(site, name, parts, part, 0)
     site.split_over = parts
     site.seal()
+
+
+def _place(site: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that has an attribute of a site, and the name that it has there."""
+    path, _, attribute = name.rpartition(".")
+    return site.get_submodule(path), attribute
 
 
 def _keep_part(module: nn.Module, name: str, parts: int, part: int, groups: int) -> None:
@@ -152,21 +161,29 @@ def spread(
     group: dist.ProcessGroup | None = None,
     *,
     done: Callable[[int], Any] | None = None,
+    costs: Sequence[float] | None = None,
 ) -> list[T]:
     """Results of calls that are shared out over processes; every process gets all, in order.
 
     Args:
         work: what to call; the same on all processes. Results are sent by pickle, so they should
             lie on the CPU.
-        group: the processes; default all. Each does every P-th call.
+        group: the processes; default all.
         done: told how many of its own calls this process has done, after each.
+        costs: how much work each call is, in any unit, the same on all processes: the longest is
+            given away first, each to the process that has least to do. It decides who does what,
+            and on no result. Default: all cost the same, and each process does every P-th call.
 
     Raises:
-        The first exception of a call, in the order of `work`, on every process.
+        The first exception that a process met, in the order of `work`, on every process.
+        ValueError: there is not one cost for every call.
     """
     parts, part = dist.get_world_size(group), dist.get_rank(group)
+    costs = [1.0] * len(work) if costs is None else costs
+    if len(costs) != len(work):
+        raise ValueError(f"{len(costs)} costs for {len(work)} calls")
     own: list[tuple[int, T | None, Exception | None]] = []
-    for at in range(part, len(work), parts):
+    for at in assigned(costs, parts)[part]:
         try:
             own.append((at, work[at](), None))
         except Exception as error:  # the others wait for this process

@@ -102,6 +102,7 @@ def in_float32(module: nn.Module) -> Any:
 # -- continuous position bias (SwinV2) -----------------------------------------------------
 
 
+@torch.no_grad()
 def continuous_bias(
     mlp: nn.Module, coordinates: Tensor, index: Tensor, num_heads: int
 ) -> tuple[Tensor, tuple[str, ...]]:
@@ -139,8 +140,9 @@ def rounding_warnings(own: Tensor, bias: Tensor) -> tuple[str, ...]:
 def _run_mlp(mlp: nn.Module, coordinates: Tensor, index: Tensor, num_heads: int) -> Tensor:
     table = mlp(coordinates).view(-1, num_heads)
     n = math.isqrt(index.numel())
-    bias = table[index.reshape(-1)].view(n, n, -1).permute(2, 0, 1)
-    return 16 * torch.sigmoid(bias.contiguous())
+    # once in memory: this is the largest tensor of a conversion
+    bias = table.mT.contiguous()[:, index.reshape(-1)].view(-1, n, n)
+    return bias.sigmoid_().mul_(16)
 
 
 def cosine_scale(logit_scale: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ class BeitAttention(PatchedAttention):
     """timm's `Attention` of BEiT; the projections are the original's, line by line."""
 
     bypassed = ("attn_drop",)
+    head_counts = ("num_heads",)
+    head_values = ("q_bias", "k_bias", "v_bias")
 
     window_size: tuple[int, int] | None
     num_heads: int
@@ -39,7 +41,7 @@ class BeitAttention(PatchedAttention):
         return (self.relative_position_bias_table, window)
 
     def flashbias_forward(self, x: Tensor, shared_rel_pos_bias: Any = None) -> Tensor:
-        batch, n, channels = x.shape
+        batch, n, _ = x.shape
         if self.q_bias is None:
             qkv = self.qkv(x)
         else:
@@ -57,7 +59,7 @@ class BeitAttention(PatchedAttention):
         elif shared_rel_pos_bias is not None:
             call["built"] = {"cls_window_table": shared_rel_pos_bias}
         x = self.score_bias(q, k, v, scale=self.scale, **call)
-        x = x.transpose(1, 2).reshape(batch, n, channels)
+        x = x.transpose(1, 2).flatten(2)  # not `channels`: heads may be split over processes
         return self.proj_drop(self.proj(x))
 
 

@@ -19,6 +19,7 @@ class SwinWindowAttention(WindowAttention):
     """timm's `WindowAttention`; the projections are the original's, line by line."""
 
     bypassed = ("attn_drop", "softmax")
+    head_counts = ("num_heads",)
 
     window_size: tuple[int, int]
     num_heads: int
@@ -36,7 +37,7 @@ class SwinWindowAttention(WindowAttention):
         qkv = self.qkv(x).reshape(windows, n, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)  # views, (B * nW, H, N, D)
         x = attend_windows(self.score_bias, q, k, v, mask, scale=self.scale)
-        x = x.transpose(1, 2).reshape(windows, n, -1)
+        x = x.transpose(1, 2).flatten(2)
         return self.proj_drop(self.proj(x))
 
 

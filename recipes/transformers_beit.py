@@ -27,6 +27,7 @@ class BeitLayer(PatchedAttention):
     """`BeitLayer`, with the attention in it: the layer makes the bias and adds it to the mask."""
 
     bypassed = ("attention", "relative_position_bias")
+    head_counts = ("attention.num_attention_heads",)
 
     attention: Any
     relative_position_bias: Any

@@ -21,6 +21,7 @@ class SwinAttention(PatchedAttention):
     """`SwinAttention`; the projections are the original's."""
 
     bypassed = ("relative_position_bias",)
+    head_counts = ("num_attention_heads",)
 
     config: Any
     head_dim: int

@@ -30,6 +30,8 @@ class Swinv2SelfAttention(PatchedAttention):
     """`Swinv2SelfAttention`; the projections are the original's."""
 
     bypassed = ("continuous_position_bias_mlp", "dropout")
+    head_counts = ("num_attention_heads",)
+    head_values = ("logit_scale",)
 
     window_size: tuple[int, int]
     pretrained_window_size: tuple[int, int]

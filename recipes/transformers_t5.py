@@ -34,6 +34,8 @@ from flashbias_convert.tables import require_shared_heads
 class T5Attention(PatchedAttention):
     """`T5Attention` as self-attention; the projections are the original's, the scale is 1."""
 
+    head_counts = ("n_heads",)
+
     n_heads: int
     key_value_proj_dim: int
     is_decoder: bool

@@ -2,8 +2,10 @@
 
     python scripts/check_sharded.py 20 --shard 2        # gigabytes; needs twice that, and a shard
     python scripts/check_sharded.py 2 --shard 0.5 --layout bin
+    python scripts/check_sharded.py 0.36 --shard 0.09 --model swin --method auto
 
-Makes a BLOOM of that size with random weights in FOLDER, copies it (what the disk can do), converts
+Makes a BLOOM of that size (or a SwinV2 with windows of 24 x 24, whose biases have to be made and
+decomposed) with random weights in FOLDER, copies it (what the disk can do), converts
 it in a process whose memory is measured, converts it again and kills that half-way, and goes on.
 Both outputs must have the same bytes, and every tensor those of the input. Writes
 scripts/results/check_sharded.csv, a row for each step; memory is resident memory, mapped files
@@ -52,11 +54,13 @@ def main() -> int:
     parser.add_argument("gigabytes", type=float)
     parser.add_argument("--shard", type=float, default=2.0, help="gigabytes of a shard")
     parser.add_argument("--layout", choices=("safetensors", "bin"), default="safetensors")
+    parser.add_argument("--model", choices=("bloom", "swin"), default="bloom")
+    parser.add_argument("--method", choices=("auto", "exact", "svd"), default="auto")
     parser.add_argument("--folder", type=Path, default=None, help="where there is space")
     parser.add_argument("--worker", nargs=3, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker is not None:
-        return work(Path(args.worker[0]), Path(args.worker[1]), int(args.worker[2]))
+        return work(Path(args.worker[0]), Path(args.worker[1]), int(args.worker[2]), args)
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="check_sharded_") as folder:
         needed, free = 2 * args.gigabytes + args.shard, shutil.disk_usage(folder).free / 1e9
         if free < needed:
@@ -100,7 +104,8 @@ class Check:
         return 0 if all(checks.values()) else 1
 
     def _make(self) -> None:
-        make_bloom(self._source, self._args.gigabytes, self._args.shard, self._args.layout)
+        make = {"bloom": make_bloom, "swin": make_swin}[self._args.model]
+        make(self._source, self._args.gigabytes, self._args.shard, self._args.layout)
         sizes = [p.stat().st_size for p in self._source.iterdir()]
         self._largest, self._total = max(sizes), sum(sizes)
         self._shards = sum(size > 10**6 for size in sizes)
@@ -122,6 +127,7 @@ class Check:
 
     def _convert(self, step: str, limit: int) -> None:
         command = [sys.executable, "-W", "ignore", __file__, "0"]
+        command += ["--model", self._args.model, "--method", self._args.method]
         done = subprocess.run(
             [*command, "--worker", str(self._source), str(self._output), str(limit)],
             stdout=subprocess.PIPE,
@@ -139,6 +145,8 @@ class Check:
         told = told or {}
         grown, peak = told.get("grown"), told.get("peak")
         row = {
+            "model": self._args.model,
+            "method": self._args.method,
             "gigabytes": round(self._total / 1e9, 2),
             "layout": self._args.layout,
             "shards": self._shards,
@@ -158,10 +166,11 @@ class Check:
         kept: list[dict[str, Any]] = []
         if RESULTS.is_file():
             with RESULTS.open(newline="") as file:
-                kept = list(csv.DictReader(file))
+                # older rows have no model: there was one
+                kept = [{"model": "bloom", "method": "auto", **row} for row in csv.DictReader(file)]
         extra = {"torch": torch.__version__, "cpu": platform.machine(), "passed": passed}
         rows = [{**row, **extra} for row in self._rows]
-        key = ("gigabytes", "layout", "shards")
+        key = ("model", "method", "gigabytes", "layout", "shards")
         new = {tuple(str(row[k]) for k in key) for row in rows}
         kept = [row for row in kept if tuple(row[k] for k in key) not in new]
         with RESULTS.open("w", newline="") as file:
@@ -173,24 +182,29 @@ class Check:
 # -- the process that converts -------------------------------------------------------------
 
 
-def work(source: Path, output: Path, limit: int) -> int:
+def work(source: Path, output: Path, limit: int, args: argparse.Namespace) -> int:
     """Convert; killed after `limit` bytes unless that is negative."""
     import timm.models  # noqa: F401
     import transformers.models.bloom.modeling_bloom  # noqa: F401
 
     from flashbias_convert.checkpoint import convert_checkpoint
+    from flashbias_convert.options import DecomposeOptions
+
+    torch.set_num_threads(1)
+    options = DecomposeOptions(method=args.method)
 
     def copying(done: int, total: int, name: str) -> None:
         if 0 <= limit < done:
             os.kill(os.getpid(), signal.SIGKILL)
 
     with tempfile.TemporaryDirectory() as folder:  # whatever is imported late
-        make_bloom(Path(folder) / "warm", 0, 1, "safetensors", hidden=64)
-        convert_checkpoint(Path(folder) / "warm")
+        make = {"bloom": make_bloom, "swin": make_swin}[args.model]
+        make(Path(folder) / "warm", 0, 1, "safetensors", small=True)
+        convert_checkpoint(Path(folder) / "warm", options=options)
     Path("/proc/self/clear_refs").write_text("5")
     before, started = high_water(), time.perf_counter()
     with Parts(source.parent) as parts:
-        convert_checkpoint(source, output, copying=copying)
+        convert_checkpoint(source, output, options=options, copying=copying)
     seconds, peak = time.perf_counter() - started, high_water()
     told = {"seconds": seconds, "grown": peak - before, "peak": peak, **parts.grown()}
     print(json.dumps(told))
@@ -252,11 +266,12 @@ def high_water() -> int:
 
 
 def make_bloom(
-    folder: Path, gigabytes: float, shard: float, layout: str, hidden: int = HIDDEN
+    folder: Path, gigabytes: float, shard: float, layout: str, small: bool = False
 ) -> None:
     """A BLOOM in bfloat16 in shards, with random bits as weights."""
     import transformers
 
+    hidden = 64 if small else HIDDEN
     layers = max(1, round(gigabytes * 1e9 / (24 * hidden**2)))
     config = transformers.BloomConfig(
         hidden_size=hidden, n_layer=layers, n_head=hidden // 32, vocab_size=VOCABULARY
@@ -267,13 +282,47 @@ def make_bloom(
     folder.mkdir()
     config.save_pretrained(folder)
     state = {k: t for k, t in model.state_dict().items() if k != "lm_head.weight"}
+    random = np.random.Generator(np.random.SFC64(0))
+    write(folder, state, shard, layout, lambda key: random_bits(random, state[key]))
+
+
+def make_swin(
+    folder: Path, gigabytes: float, shard: float, layout: str, small: bool = False
+) -> None:
+    """A SwinV2-Base with windows of 24 x 24 in float32, with as many blocks as fit."""
+    import timm
+
+    name = "swinv2_base_window12to24_192to384"
+    depth = max(2, round((gigabytes * 1e9 - 110e6) / 12.7e6))  # of the third stage
+    sizes: dict[str, Any] = {"depths": (2, 2, depth, 2)}
+    if small:
+        sizes = {"depths": (1, 1), "embed_dim": 32, "num_heads": (2, 4), "img_size": 96}
+    torch.manual_seed(0)
+    model = timm.create_model(name, **sizes)
+    for key, parameter in model.named_parameters():
+        if "cpb_mlp" in key:  # at initialisation the bias is too small to matter
+            parameter.data.mul_(4)
+    state = model.state_dict()
+    folder.mkdir()
+    config = {"architecture": name, "model_args": sizes, "num_classes": 1000}
+    (folder / "config.json").write_text(json.dumps(config))
+    write(folder, state, shard, layout, lambda key: state[key].clone())
+
+
+def write(
+    folder: Path,
+    state: dict[str, Tensor],
+    shard: float,
+    layout: str,
+    value: Callable[[str], Tensor],
+) -> None:
+    """Tensors in shards of about that many gigabytes, with an index."""
     groups = list(in_groups(state, shard * 1e9))
     stem = "model" if layout == "safetensors" else "pytorch_model"
     where = {}
-    random = np.random.Generator(np.random.SFC64(0))
     for at, group in enumerate(groups, 1):
         name = f"{stem}-{at:05d}-of-{len(groups):05d}.{layout}"
-        tensors = {key: random_bits(random, state[key]) for key in group}
+        tensors = {key: value(key) for key in group}
         if layout == "bin":
             torch.save(tensors, folder / name)
         else:

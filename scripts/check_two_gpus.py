@@ -2,14 +2,17 @@
 
     python scripts/check_two_gpus.py                              # two CUDA cards, NCCL
     python scripts/check_two_gpus.py --backend gloo --device cpu  # two processes on this machine
+    python scripts/check_two_gpus.py --share-card                 # two processes on one card, gloo
     python scripts/check_two_gpus.py --only 'tensor*'
 
 What serves on two is compared with what serves on one: both with the same model in float64, of
 whose outputs two may be twice as far off as one, as in the tests. DDP and FSDP2 take a half of the
 batch each, tensor parallelism all of it with a half of the heads, `device_map` a half of the
-layers. Work that is shared out (SVDs of all sites, a calibration, fits of layers, factors of many
-structures) must give the same bits. `held` is what parameters and buffers take on the fuller
-device, `peak` what a call takes beside them.
+layers; `offload` keeps all weights on the CPU, by accelerate, and `plan` is a model that
+transformers splits by its own plan as it loads it. Two processes that share a card show that the
+kernels do the same there; their times say nothing. Work that is shared out (SVDs of all sites, a
+calibration, fits of layers, factors of many structures) must give the same bits. `held` is what
+parameters and buffers take on the fuller device, `peak` what a call takes beside them.
 
 Two processes run one case after the other. A case that fails, or takes longer than --limit-s, ends
 these two, and others go on with the next one. After --stop-s what is left is told as skipped. Rows
@@ -29,11 +32,12 @@ from typing import Any
 
 import torch
 from two_gpus.watching import Watched
-from two_gpus.working import WORLD, work
+from two_gpus.working import SHARED_CARD, WORLD, work
 
 SCRIPT = Path(__file__).resolve()
 RESULTS = SCRIPT.parent / "results/check_two_gpus.csv"
 SERVED = ("tensor", "ddp", "fsdp")
+PLANNED = ("plan ocr",)
 OFFLINE = ("svd swin", "calibrate swin", "fit pairs", "structures pairs")
 COLUMNS = (
     "way", "model", "dtype", "status", "reason", "same_bits", "max_error_two", "max_error_one",
@@ -46,11 +50,14 @@ COLUMNS = (
 def main() -> int:
     """Run every case, print and write a line for each; 1 if one failed."""
     options = parser().parse_args()
-    options.size = options.size or ("small" if options.device == "cuda" else "tiny")
+    if options.share_card:
+        options.device, options.backend = SHARED_CARD, "gloo"
+    options.size = options.size or ("tiny" if options.device == "cpu" else "small")
     if options.rank is not None:
         return work(options, run)
-    if options.device == "cuda" and torch.cuda.device_count() < WORLD:
-        print(f"{torch.cuda.device_count()} CUDA cards, {WORLD} are needed", file=sys.stderr)
+    needed = {"cuda": WORLD, SHARED_CARD: 1}.get(options.device, 0)
+    if torch.cuda.device_count() < needed:
+        print(f"{torch.cuda.device_count()} CUDA cards, {needed} are needed", file=sys.stderr)
         return 1
     started = time.monotonic()
     rows: list[dict[str, Any]] = []
@@ -78,7 +85,8 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     found.add_argument("--backend", default="nccl", help="of torch.distributed")
-    found.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    found.add_argument("--device", choices=["cuda", "cpu", SHARED_CARD], default="cuda")
+    found.add_argument("--share-card", action="store_true", help="two processes on one card")
     found.add_argument("--size", choices=["tiny", "small"], help="default tiny on the CPU")
     found.add_argument("--repeats", type=int, default=20, help="of each timing")
     found.add_argument("--limit-s", type=float, default=75, help="of a case")
@@ -93,11 +101,13 @@ def parser() -> argparse.ArgumentParser:
 
 def cases(options: argparse.Namespace) -> dict[str, list[str]]:
     """Way, model and dtype of every case, by the kind of its processes; what matters most first."""
-    dtypes = ("float32", "bfloat16") if options.device == "cuda" else ("float32",)
+    dtypes = ("float32",) if options.device == "cpu" else ("float32", "bfloat16")
     served = [f"{way} {m} {d}" for d in dtypes for m in ("swin", "bloom") for way in SERVED]
     offline = [f"{job} float32" for job in OFFLINE]
-    layers = [f"device_map {m} {d}" for d in dtypes for m in ("swin", "bloom")]
-    every = {"pair": [*served[:6], *offline, *served[6:]], "alone": layers}
+    alone = ("offload",) if options.device == SHARED_CARD else ("device_map", "offload")
+    layers = [f"{way} {m} {d}" for way in alone for d in dtypes for m in ("swin", "bloom")]
+    planned = [f"{case} float32" for case in PLANNED]
+    every = {"pair": [*served[:6], *planned, *offline, *served[6:]], "alone": layers}
     return {
         kind: [case for case in some if fnmatch.fnmatch(case, options.only)]
         for kind, some in every.items()
@@ -107,10 +117,11 @@ def cases(options: argparse.Namespace) -> dict[str, list[str]]:
 def run(case: str, options: argparse.Namespace, place: torch.device, rank: int) -> dict[str, Any]:
     """One case, in one of its processes."""
     from two_gpus.offline import shared_out
-    from two_gpus.serving import over_layers, served
+    from two_gpus.serving import offloaded, over_layers, planned, served
 
     way = case.split()[0]
-    chosen = {"device_map": over_layers, **dict.fromkeys(SERVED, served)}.get(way, shared_out)
+    ways = {"device_map": over_layers, "offload": offloaded, "plan": planned}
+    chosen = {**ways, **dict.fromkeys(SERVED, served)}.get(way, shared_out)
     found: dict[str, Any] = chosen(case, options, place, rank)
     return found
 
@@ -144,7 +155,8 @@ def run_all(
 def described(case: str, options: argparse.Namespace) -> dict[str, Any]:
     """The columns that say what a row is about."""
     way, model, dtype = case.split()
-    name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    name = "cpu" if options.device == "cpu" else torch.cuda.get_device_name()
+    name += ", shared" if options.device == SHARED_CARD else ""
     return {
         "way": way, "model": model, "dtype": dtype, "size": options.size,
         "backend": options.backend, "device": name, "torch": torch.__version__,

@@ -1,6 +1,8 @@
 """Memory on each device for large models that are served on several: by formula, and allocated.
 
-    python scripts/memory_per_device.py            # minutes, and 4 GB of memory
+    python scripts/memory_per_device.py                  # minutes, and 4 GB of memory
+    python scripts/memory_per_device.py --device cuda    # and what one card says, of 80 GB
+    python scripts/memory_per_device.py --tiny           # seconds; writes nothing without --output
 
 SwinV2-G (3 B parameters; windows of 40 x 40 at 640 pixels), BLOOM-176B, and the 48 blocks of
 AlphaFold 3's Pairformer at 1,024 tokens. Weights are counted on the meta device, in bfloat16, by
@@ -8,15 +10,20 @@ what each way splits: DDP nothing, FSDP2 everything (and it gathers one block in
 parallelism the projections of attention. Terms are made in earnest on the CPU: modules with the
 real heads, windows and lengths, but thin channels, which terms do not depend on, are patched, split
 as `shard_sites` does it, and the bytes of their storages are counted, for one block of each kind
-times their number. Of a bias that depends on the input, terms belong to one call. Writes
-`scripts/results/memory_per_device.csv`.
+times their number. Of a bias that depends on the input, terms belong to one call.
+
+With `--device cuda` there are rows of one card as well: models with random weights are loaded
+and called there, in bfloat16, one sample at a time, and torch's allocator is asked for what is
+held, and for the most while loading and in a call. Of BLOOM-176B that is one layer of the real
+size, 70 times, without its embeddings. Writes `scripts/results/memory_per_device.csv`.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +43,9 @@ PARTS = (1, 2, 4, 8)
 RANK = 64
 #: models whose recipes say how heads are split
 SPLIT = ("SwinV2-G", "BLOOM-176B")
+#: rows of it were measured in whole, with what the allocator adds, and are of no formula
+ONE_CARD = "one card"
+CARD = ("loading_peak_bytes", "call_peak_bytes", "card")
 COLUMNS = ("model", "what", "way", "devices", "formula_bytes", "allocated_bytes", "parameters")
 
 
@@ -56,22 +66,62 @@ class Terms:
 
 def main() -> int:
     """Write the table; 1 if something else is allocated than the formulas say."""
+    options = parser().parse_args()
+    on_cuda = options.device == "cuda"
+    if on_cuda and not torch.cuda.is_available():
+        print("there is no CUDA card", file=sys.stderr)
+        return 2
     rows: list[dict[str, Any]] = []
     for make in (swin_g, bloom_176b, pairformer):
-        name, blocks, attention, kinds = make()
+        name, blocks, attention, kinds = make(options.tiny)
         most = max(PARTS) if name in SPLIT else 1
         rows += weights(name, *blocks, attention, most)
         rows += [row for what, terms in kinds.items() for row in split(name, what, terms, most)]
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+        rows += measured(name, *blocks, options.tiny) if on_cuda else []
+    output = options.output or (None if options.tiny else RESULTS)
+    if output is not None:
+        output.parent.mkdir(exist_ok=True)
+        with output.open("w", newline="") as file:
+            columns = (*COLUMNS, *CARD) if on_cuda else COLUMNS
+            writer = csv.DictWriter(file, columns, lineterminator="\n", restval="")
+            writer.writeheader()
+            writer.writerows(rows)
     for row in rows:
         print({k: v for k, v in row.items() if v != ""}, flush=True)
-    wrong = [r for r in rows if r["allocated_bytes"] not in ("", r["formula_bytes"])]
+    exact = [row for row in rows if row["way"] != ONE_CARD]
+    wrong = [r for r in exact if r["allocated_bytes"] not in ("", r["formula_bytes"])]
     print(f"{len(wrong)} of {len(rows)} rows differ", *wrong, sep="\n  ")
     return int(bool(wrong))
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
+    found = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    found.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    found.add_argument("--tiny", action="store_true", help="small models, to try this script")
+    found.add_argument("--output", type=Path, help=f"default {RESULTS.name}, nothing with --tiny")
+    return found
+
+
+# -- one card ------------------------------------------------------------------------------
+
+
+def measured(
+    name: str, model: nn.Module, blocks: Sequence[nn.Module], tiny: bool
+) -> list[dict[str, Any]]:
+    """Rows of one card; the formula is that of the weights that were on it."""
+    from on_one_card import on_card
+
+    found = []
+    for what, (taken, count) in on_card(name, tiny).items():
+        whole = model if count == 1 else blocks[0]
+        weights = 2 * count * sum(p.numel() for p in whole.parameters())
+        made = row(name, what, ONE_CARD, 1, weights, taken.held)
+        peaks = (taken.loading, taken.call, torch.cuda.get_device_name())
+        found.append(made | dict(zip(CARD, peaks, strict=True)))
+    return found
 
 
 # -- weights -------------------------------------------------------------------------------
@@ -149,14 +199,15 @@ def allocated(bias: ScoreBias) -> int:
 Made = tuple[str, tuple[nn.Module, list[nn.Module]], Callable[[str], bool], dict[str, list[Terms]]]
 
 
-def swin_g() -> Made:
+def swin_g(tiny: bool = False) -> Made:
     """SwinV2-G: C = 512, layers 2, 2, 42, 4 (Liu et al., 2022, section 4.1)."""
     from timm.models.swin_transformer_v2 import SwinTransformerV2
 
-    sizes: dict[str, Any] = {"img_size": 640, "window_size": 40, "num_heads": (16, 32, 64, 128)}
+    heads, side, image = ((16, 32, 64, 128), 40, 640) if not tiny else ((8, 8, 8, 8), 4, 64)
+    sizes: dict[str, Any] = {"img_size": image, "window_size": side, "num_heads": heads}
     depths = (2, 2, 42, 4)
     with torch.device("meta"):
-        model = SwinTransformerV2(embed_dim=512, depths=depths, **sizes)
+        model = SwinTransformerV2(embed_dim=64 if tiny else 512, depths=depths, **sizes)
     blocks = [block for layer in model.layers for block in layer.blocks]
     thin = SwinTransformerV2(embed_dim=128, depths=(2, 2, 2, 2), **sizes).eval()
     patch_model(thin, method="exact", force_all=True)
@@ -166,9 +217,9 @@ def swin_g() -> Made:
         for at in (0, 1):  # without and with shifted windows
             block: Any = names[f"layers.{stage}.blocks.{at}"]
             bias: ScoreBias = block.attn.score_bias.bias
-            window = 40 if stage < 3 else 20  # the last stage has no more tokens
+            window = min(side, image // 4 // 2**stage)  # the last stage has no more tokens
             n, offsets = window**2, (2 * window - 1) ** 2
-            windows = (640 // 4 // 2**stage // window) ** 2
+            windows = (image // 4 // 2**stage // window) ** 2
             ids = 4 * windows * n if windows > 1 and at else 0
             exact.append(
                 Terms(bias, depth // 2, lambda h, t=offsets, n=n, i=ids: 4 * (h * t + 2 * n) + i)
@@ -181,11 +232,12 @@ def swin_g() -> Made:
     return "SwinV2-G", (model, blocks), lambda n: ".qkv." in n or ".attn.proj." in n, kinds
 
 
-def bloom_176b() -> Made:
+def bloom_176b(tiny: bool = False) -> Made:
     """BLOOM-176B: 70 layers, 112 heads of 128."""
     from transformers import BloomConfig, BloomForCausalLM
 
-    config = BloomConfig(hidden_size=14336, n_layer=70, n_head=112, vocab_size=250880)
+    hidden, vocabulary = (448, 1024) if tiny else (14336, 250880)
+    config = BloomConfig(hidden_size=hidden, n_layer=70, n_head=112, vocab_size=vocabulary)
     with torch.device("meta"):
         model = BloomForCausalLM(config)
     thin = BloomForCausalLM(BloomConfig(hidden_size=224, n_layer=1, n_head=112, vocab_size=64))
@@ -196,8 +248,9 @@ def bloom_176b() -> Made:
     return "BLOOM-176B", (model, blocks), lambda n: ".self_attention." in n, kinds
 
 
-def pairformer(tokens: int = 1024) -> Made:
+def pairformer(tiny: bool = False) -> Made:
     """AlphaFold 3's Pairformer: 48 blocks; terms of one call, for one structure."""
+    tokens = 64 if tiny else 1024
     with torch.device("meta"):
         model = nn.ModuleList(Pairformer() for _ in range(48))
 

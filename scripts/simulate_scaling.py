@@ -4,11 +4,12 @@
 
 Four jobs run on this process alone, on one thread, and the seconds of every part are kept: SVDs of
 the 24 sites of a SwinV2, a calibration (forms of its 8 sites, then runs on 16 batches), fits of 16
-layers, and factors of 64 structures of 96 to 384 tokens. `spread` gives process r of P the parts r,
-r + P, ...; so a step takes as long as the process with most to do, and what is not shared out, and
-the exchange of results (each process packs its own and unpacks all), takes as long as on one. No
-network is part of this: results are some megabytes. "bound" is what no order of the parts could
-beat. The job itself runs on two processes, too (gloo), for the row of two.
+layers, and factors of 64 structures of 96 to 384 tokens. `spread` gives the longest part away
+first, as far as it can be told before (`shares.assigned`); a step takes as long as the process with
+most to do, and what is not shared out, and the exchange of results (each process packs its own and
+unpacks all), takes as long as on one. No network is part of this: results are some megabytes.
+"bound" is what no order of the parts could beat. The job itself runs on two processes, too (gloo),
+for the row of two.
 
 Seconds are those of the processor, not of the clock: other programs do not count. Writes
 `scripts/results/simulate_scaling.csv` and a picture.
@@ -36,6 +37,8 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from two_gpus.pairs import RECIPE, PairModel, pair_inputs
 
+from flashbias_convert.shares import assigned
+
 RESULTS = Path(__file__).resolve().parent / "results/simulate_scaling.csv"
 PROCESSES = (1, 2, 4, 8, 16, 32, 64)
 COLUMNS = (
@@ -51,11 +54,13 @@ class Measured:
 
     Attributes:
         steps: seconds of every part, step by step; each step waits for the one before.
+        costs: what each part was expected to cost, by which parts are shared out.
         total: of everything.
         exchange: to pack and unpack the results of all steps.
     """
 
     steps: list[list[float]] = field(default_factory=list)
+    costs: list[Sequence[float]] = field(default_factory=list)
     total: float = 0.0
     exchange: float = 0.0
 
@@ -67,7 +72,14 @@ class Measured:
     def on(self, processes: int) -> float:
         """Seconds on several processes, as `spread` shares parts out."""
         exchange = self.exchange if processes > 1 else 0.0
-        return self.other + exchange + sum(slowest(step, processes) for step in self.steps)
+        return (
+            self.other
+            + exchange
+            + sum(
+                slowest(step, costs, processes)
+                for step, costs in zip(self.steps, self.costs, strict=True)
+            )
+        )
 
     def bound(self, processes: int) -> float:
         """The highest speed-up that any order of the parts could have."""
@@ -76,9 +88,9 @@ class Measured:
         return self.total / (self.other + exchange + least)
 
 
-def slowest(parts: Sequence[float], processes: int) -> float:
-    """Seconds of the process that has most to do, if each does every P-th part."""
-    return max(sum(parts[rank::processes]) for rank in range(processes))
+def slowest(parts: Sequence[float], costs: Sequence[float], processes: int) -> float:
+    """Seconds of the process that has most to do, as parts of these costs are shared out."""
+    return max(sum(parts[at] for at in some) for some in assigned(costs, processes))
 
 
 def main() -> int:
@@ -147,7 +159,10 @@ def measure(name: str, tiny: bool) -> Measured:
 def parts_timed(found: Measured) -> Iterator[None]:
     """Inside, calls that could be shared out are timed one by one."""
 
-    def each(work: Sequence[Callable[[], Any]], group: Any) -> list[Any]:
+    def each(
+        work: Sequence[Callable[[], Any]], group: Any, costs: Sequence[float] | None = None
+    ) -> list[Any]:
+        found.costs.append([1.0] * len(work) if costs is None else costs)
         seconds, results = [], []
         for call in work:
             started = time.process_time()
@@ -215,6 +230,7 @@ def svd_job(tiny: bool) -> Job:
     from flashbias_convert import shares
     from flashbias_convert.inspection import inspect_model
     from flashbias_convert.inspection.finding import find_sites
+    from flashbias_convert.inspection.groups import expected_work
     from flashbias_convert.inspection.planning import plan_site
     from flashbias_convert.options import DecomposeOptions
     from flashbias_convert.recipe import Registry
@@ -225,9 +241,11 @@ def svd_job(tiny: bool) -> Job:
     def job(group: Any) -> Any:
         if group is not None:
             return inspect_model(model, method="svd", energy=0.9, force_all=True, group=group)
-        matches = find_sites(model, Registry(()), None)
+        matches = list(find_sites(model, Registry(()), None))
         with torch.no_grad():
-            return shares.each([partial(plan_site, m, options, None) for m in matches], None)
+            costs = [expected_work(match.site.module) for match in matches]
+            work = [partial(plan_site, m, options, None) for m in matches]
+            return shares.each(work, None, costs)
 
     return job
 
@@ -270,7 +288,8 @@ def structures_job(tiny: bool) -> Job:
         term = truncated_svd(ends[0] @ ends[1].mT + 0.1 * noise, energy=0.99).term
         return term.phi_q, term.phi_k
 
-    return lambda group: shares.each([partial(factors, at) for at in range(len(sizes))], group)
+    work, costs = [partial(factors, at) for at in range(len(sizes))], [n**3 for n in sizes]
+    return lambda group: shares.each(work, group, costs)
 
 
 JOBS: dict[str, Callable[[bool], Job]] = {

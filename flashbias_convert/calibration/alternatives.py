@@ -55,29 +55,54 @@ def split_site(site: SitePlan) -> tuple[ScoreBias, tuple[Term, ...]]:
     return ScoreBias(own, site.bias.num_heads), masks
 
 
-def forms_of(site: SitePlan, calls: list[Call], most: int | None) -> list[Form]:
-    """The forms of a site, cheapest first; the last is exact.
+def forms_of(site: SitePlan, most: int | None) -> list[Form]:
+    """The forms of a site, cheapest first, of which no errors are known yet.
 
     Args:
         site: planned with method "exact".
-        calls: attention calls of the site.
         most: cap on the rank, or None.
     """
-    exact, masks = split_site(site)
+    exact = split_site(site)[0]
     dense = exact.dense(site.n, site.m)
-    reference = [_run(exact, masks, call) for call in calls]
     found = [_nothing(site, dense)]
     for rank in RANKS:
         if rank < min(site.n, site.m) and (most is None or rank <= most):
             found.append(_truncated(site, dense, rank))
     found.append(Form(EXACT, exact, _cost(site), site.decisions, torch.zeros(site.heads)))
-    measured = [
-        form
-        if form.label == EXACT
-        else dataclasses.replace(form, errors=_errors(form.bias, masks, calls, reference))
-        for form in found
-    ]
-    return sorted(measured, key=lambda form: form.cost)
+    return sorted(found, key=lambda form: form.cost)
+
+
+def work_of(site: SitePlan) -> float:
+    """About how much `forms_of` has to do: SVDs of H matrices."""
+    return float(site.heads * site.n * site.m * min(site.n, site.m))
+
+
+#: sums of squares per head: of the change by every form, and of the outputs
+Sums = tuple[list[Tensor], Tensor]
+
+
+def squares_of(site: SitePlan, forms: list[Form], calls: list[Call]) -> Sums:
+    """What forms change in calls of a site, and what there is to change: float64, shape (H,)."""
+    exact, masks = split_site(site)
+    size = torch.zeros(site.heads).double()
+    off = [torch.zeros(site.heads).double() for _ in forms]
+    for call in calls:
+        expected = _run(exact, masks, call).double()
+        size += _per_head(expected)
+        for form, sums in zip(forms, off, strict=True):
+            if form.label != EXACT:
+                sums += _per_head(_run(form.bias, masks, call).double() - expected)
+    return off, size
+
+
+def with_errors(forms: list[Form], sums: list[Sums]) -> list[Form]:
+    """The forms with their errors, from the sums of squares of every batch."""
+    size = torch.stack([size for _, size in sums]).sum(0).clamp(min=torch.finfo(torch.float64).tiny)
+    found = []
+    for at, form in enumerate(forms):
+        off = torch.stack([off[at] for off, _ in sums]).sum(0)
+        found.append(dataclasses.replace(form, errors=(off / size).sqrt()))
+    return found
 
 
 def _nothing(site: SitePlan, dense: Tensor) -> Form:
@@ -120,17 +145,10 @@ def _run(bias: ScoreBias, masks: tuple[Term, ...], call: Call) -> Tensor:
     return out
 
 
-def _errors(
-    bias: ScoreBias, masks: tuple[Term, ...], calls: list[Call], reference: list[Tensor]
-) -> Tensor:
-    """Per head, over all calls."""
-    off, size = torch.zeros(bias.num_heads).double(), torch.zeros(bias.num_heads).double()
-    for call, expected in zip(calls, reference, strict=True):
-        change = _run(bias, masks, call).double() - expected.double()
-        per_head = [d for d in range(change.dim()) if d != change.dim() - 3]
-        off += change.square().sum(per_head).cpu()
-        size += expected.double().square().sum(per_head).cpu()
-    return (off / size.clamp(min=torch.finfo(torch.float64).tiny)).sqrt()
+def _per_head(values: Tensor) -> Tensor:
+    """Sums of squares, shape (H,), on the CPU."""
+    others = [d for d in range(values.dim()) if d != values.dim() - 3]
+    return values.square().sum(others).cpu()
 
 
 def merged(forms: list[Form], choice: list[int], masks: tuple[Term, ...]) -> ScoreBias:

@@ -17,7 +17,7 @@ from ..patching import apply_plan
 from ..plan import Plan, SitePlan
 from ..shares import each, own
 from ..swap import restored
-from .alternatives import Form, forms_of
+from .alternatives import Form, Sums, forms_of, squares_of, with_errors, work_of
 from .capture import capture_calls
 from .search import Alternatives, Search, outputs_of, relative, squares
 
@@ -51,8 +51,7 @@ def calibrate_model(
         max_rank: cap on the rank.
         backend: see `flashbias_attention`.
         group: processes that share sites and batches out, see `inspect_model`; each has the same
-            model and the same inputs. Every process runs the model on all inputs once, to see what
-            its sites are given; forms and the search, which are most of the work, are shared.
+            model and the same inputs.
         **options: `include`, `exclude`, `recipes`, `tokens`, `target`, `progress`: see
             `inspect_model`.
 
@@ -101,20 +100,28 @@ def _alternatives(
     max_rank: int | None,
     group: ProcessGroup | None,
 ) -> list[Alternatives]:
-    """The forms of every decomposed site of a patched model."""
+    """The forms of every decomposed site of a patched model, and what they change in its calls."""
     sites = [site for site in plan.patched if site.decisions]
-    with running(model):
-        calls = capture_calls(model, [sites[at].name for at in own(len(sites), group)], batches)
 
     def forms(site: SitePlan) -> list[Form]:
-        found = forms_of(site, calls[site.name], max_rank)
+        found = forms_of(site, max_rank)
         return found if group is None else [form.to("cpu") for form in found]
 
-    found = each([partial(forms, site) for site in sites], group)
+    found = each([partial(forms, site) for site in sites], group, list(map(work_of, sites)))
     if group is not None:  # results are sent as tensors of the CPU
         here = next(model.parameters()).device
         found = [[form.to(here) for form in some] for some in found]
-    return [Alternatives(site, some) for site, some in zip(sites, found, strict=True)]
+
+    def changes(batch: Batch) -> list[Sums]:
+        with running(model):
+            calls = capture_calls(model, [site.name for site in sites], [batch])
+        return [squares_of(s, own, calls[s.name]) for s, own in zip(sites, found, strict=True)]
+
+    sums = each([partial(changes, batch) for batch in batches], group)
+    return [
+        Alternatives(site, with_errors(some, [batch[at] for batch in sums]))
+        for at, (site, some) in enumerate(zip(sites, found, strict=True))
+    ]
 
 
 def _with(plan: Plan, known: list[Alternatives], allowed: float, difference: float) -> Plan:

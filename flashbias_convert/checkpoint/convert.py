@@ -29,8 +29,9 @@ from .open_to_convert import Held, open_to_convert
 from .origin import SOURCE_KEY, Origin
 from .outputs import WEIGHTS_NAME, check_output, is_folder, output_path, plan_path
 from .publication import require_absent, require_no_folder
+from .shelf import Shelf
 from .streaming import Copying, write_streamed
-from .write import Check, write_file, write_folder
+from .write import Check, failed, write_file, write_folder
 
 Progress = Callable[[int, int, str], None]
 
@@ -84,6 +85,7 @@ def convert_checkpoint(
     planner: Callable[[nn.Module], Plan] | None = None,
     copying: Copying | None = None,
     window: Sequence[int] | None = None,
+    link: bool = False,
 ) -> Conversion:
     """Convert a checkpoint and write the result beside it.
 
@@ -124,6 +126,9 @@ def convert_checkpoint(
             a dry run is made without it, too, where no known architecture has the tensors. One
             number for a square, or one for every axis.
 
+        link: of shards, make hard links to those whose bytes stay as they are, where the file
+            system can do that. They are one file under two names: who writes to one changes both.
+
     Raises:
         UsageError: an option that makes no sense, or an output that exists.
         UnknownArchitectureError: the architecture is unknown or ambiguous.
@@ -151,6 +156,9 @@ def convert_checkpoint(
     opened, held = open_to_convert(
         source, together, tuple(recipes), arch, arch_args, device, dtype, alone, window
     )
+    if link and not isinstance(opened, MappedModel):
+        reason = held.reason if held is not None else "the input does not lie in shards"
+        raise UsageError(f"nothing can be linked: {reason}", "leave out --link")
     choices = {
         "include": tuple(include),
         "exclude": tuple(exclude),
@@ -158,7 +166,11 @@ def convert_checkpoint(
         "progress": progress,
         **keywords(options or DecomposeOptions()),
     }
-    if planner is None:
+    shelf = None
+    if isinstance(opened, MappedModel) and not dry_run:
+        shelf = Shelf(target.parent)
+        plan = _plan_on(shelf, opened, choices, target)
+    elif planner is None:
         plan = _plan(opened, choices, dry_run)
     else:
         plan = _planned_by(planner, opened, tuple(recipes), dry_run)
@@ -170,8 +182,9 @@ def convert_checkpoint(
         text = model_card(plan, source.resolve().name, target.name) if card else None
         if isinstance(opened, MappedModel):
             write_streamed(
-                opened, target, plan, force=force, card=text, check=check, copying=copying
-            )
+                opened, target, plan, force=force, card=text, check=check, copying=copying,
+                shelf=shelf, link=link,
+            )  # fmt: skip
         else:
             _write(opened, target, plan, force, max_bytes, text, check)
     return Conversion(
@@ -248,6 +261,17 @@ def _planned_by(
     plan = planner(opened.model)
     if not dry_run:
         apply_plan(opened.model, plan, recipes=recipes)
+    return plan
+
+
+def _plan_on(shelf: Shelf, opened: MappedModel, choices: Mapping[str, Any], target: Path) -> Plan:
+    """As `_plan`; terms are kept in a file, and patched modules hold them nowhere else."""
+    try:
+        with shelf:
+            plan = _plan(opened, {**choices, "keep": shelf.put}, False)
+    except OSError as error:
+        raise failed(target, error) from error
+    shelf.forget()
     return plan
 
 

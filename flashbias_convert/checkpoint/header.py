@@ -10,6 +10,8 @@ from ..errors import CheckpointError, UsageError
 from ..plan import Plan
 
 PLAN_KEY = "flashbias_convert.plan"
+#: names of the shards that are the input's own files, whose headers say nothing of a plan
+LINKED_KEY = "flashbias_convert.linked"
 TIED_KEY = "flashbias_convert.tied"
 VERSION_KEY = "flashbias_convert.version"
 

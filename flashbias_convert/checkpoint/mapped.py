@@ -23,6 +23,8 @@ from .open import compute_dtype
 from .pickles import is_mappable
 from .pieces import can_be_copied
 from .read import Checkpoint
+from .shelf import give_back
+from .weights import equal_bits
 
 
 class NotMappable(Exception):
@@ -80,6 +82,7 @@ def open_mapped(
             model = build_from_file(architecture, checkpoint)
     except UsageError as error:  # it computes with its parameters while it is built
         raise NotMappable("its model cannot be built without memory for its weights") from error
+    _share_buffers(model)
     found = _by_model_names(checkpoint, model, architecture)
     computes = dtype or compute_dtype(checkpoint.tensors)
     if computes == torch.float64:
@@ -139,6 +142,22 @@ class _NoInit(TorchFunctionMode):
         if writes and isinstance(target, Tensor) and _is_shared(target):
             return target
         return func(*args, **(kwargs or {}))
+
+
+def _share_buffers(model: nn.Module) -> None:
+    """Keep one of equal buffers that no file holds, such as the index of every window."""
+    known: dict[tuple[Any, ...], list[Tensor]] = {}
+    for module in model.modules():
+        for name in module._non_persistent_buffers_set:
+            buffer = module._buffers.get(name)
+            if buffer is None or buffer.is_meta or buffer.layout != torch.strided:
+                continue
+            alike = known.setdefault((buffer.dtype, buffer.shape, buffer.stride()), [])
+            same = next((other for other in alike if equal_bits(other, buffer)), None)
+            if same is None:
+                alike.append(buffer)
+            module._buffers[name] = buffer if same is None else same
+    give_back()
 
 
 def _is_shared(tensor: Tensor) -> bool:

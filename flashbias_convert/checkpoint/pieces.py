@@ -116,6 +116,11 @@ class Source:
         self._ranges = _safetensors_ranges(path)
         self._tensors = {} if self._ranges is not None else read_file_tensors(path)
 
+    def consists_of(self, pieces: Sequence[Piece]) -> bool:
+        """Whether it is a safetensors file with these tensors, under their names, and no others."""
+        own = {piece.source for piece in pieces if piece.name == piece.source}
+        return self._ranges is not None and len(own) == len(pieces) and own == set(self._ranges)
+
     def chunks(self, piece: Piece) -> Iterator[memoryview]:
         """The bytes of a tensor, some at a time; each is valid until the next one.
 
@@ -133,6 +138,18 @@ class Source:
             raise CheckpointError(f"{self._path} has changed while it was converted")
         with self._path.open("rb") as file:
             yield from read_range(file, start, piece.nbytes)
+
+
+class Held:
+    """Tensors in memory, as `Source` has those of a file; `read` is called after each."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], read: Callable[[], None]) -> None:
+        self._tensors, self._read = tensors, read
+
+    def chunks(self, piece: Piece) -> Iterator[memoryview]:
+        """The bytes of a tensor, some at a time."""
+        yield from _pieces_of(_view(self._tensors[piece.source]))
+        self._read()
 
 
 def _view(tensor: Tensor) -> memoryview:
@@ -185,7 +202,7 @@ def digests_of(source: Source, pieces: Sequence[Piece], on_bytes: OnBytes) -> di
     return {piece.name: _hash(source.chunks(piece), on_bytes) for piece in pieces}
 
 
-def holds(path: Path, start: int, source: Source, pieces: Sequence[Piece]) -> bool:
+def holds(path: Path, start: int, source: Source | Held, pieces: Sequence[Piece]) -> bool:
     """Whether tensors lie in a file one after the other, from `start` to its end, byte for byte."""
     if path.stat().st_size != start + sum(piece.nbytes for piece in pieces):
         return False
@@ -227,8 +244,13 @@ def copy_pieces(
     return found
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file; always the same bytes."""
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    wrote: Callable[[], None],
+) -> None:
+    """Write a safetensors file; always the same bytes. `wrote` is called after each tensor."""
     pieces = in_file_order(
         [Piece(name, name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
     )
@@ -236,6 +258,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         file.write(header(pieces, metadata))
         for piece in pieces:
             file.write(_view(tensors[piece.name]))
+            wrote()
 
 
 def write_header(path: Path, content: bytes) -> None:

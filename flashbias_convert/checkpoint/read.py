@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from .files import WeightFiles, check_inside, find_weight_files, read_json
+from .header import LINKED_KEY
 from .mdlus import is_mdlus, read_mdlus
 from .pangu_onnx import read_pangu_onnx
 from .pickles import damaged, read_pickle
@@ -83,21 +85,26 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def read_metadata(path: str | Path) -> dict[str, str]:
-    """The metadata in the header of a safetensors file (or of the one in a folder).
+    """The metadata in the header of a safetensors file, or of the first in a folder with a plan.
 
     Files of other formats have none. No tensor is read.
 
     Raises:
         CheckpointError: missing or damaged.
     """
-    first = find_weight_files(Path(path)).files[0]
-    if _format(first) != "safetensors":
-        return {}
-    try:
-        with safe_open(first, framework="pt") as file:
-            return dict(file.metadata() or {})
-    except (SafetensorError, OSError) as error:
-        raise damaged(first, error) from error
+    first: dict[str, str] = {}
+    for at, weights in enumerate(find_weight_files(Path(path)).files):
+        if _format(weights) != "safetensors":
+            return {}
+        try:
+            with safe_open(weights, framework="pt") as file:
+                found = dict(file.metadata() or {})
+        except (SafetensorError, OSError) as error:
+            raise damaged(weights, error) from error
+        if _ours(found):
+            return found
+        first = first if at else found
+    return first
 
 
 def read_file_tensors(path: Path) -> dict[str, Tensor]:
@@ -116,21 +123,31 @@ def _read_all(found: WeightFiles) -> _Parts:
     if found.weight_map is None:
         return _read_file(found.files[0])
     tensors: dict[str, Tensor] = {}
-    metadata: dict[str, str] = {}
+    headers: dict[Path, dict[str, str]] = {}
     notes: list[str] = []
     for file in found.files:
         shard, header, _, own_notes = _read_file(file)
         wanted = [key for key, where in found.weight_map.items() if where == file]
         _require_keys(wanted, shard, file)
         tensors.update({key: shard[key] for key in wanted})
-        if file != found.files[0] and _ours(header) != _ours(metadata):
+        headers[file] = header
+        notes += [note for note in own_notes if note not in notes]
+    return tensors, _common(headers), {}, notes
+
+
+def _common(headers: dict[Path, dict[str, str]]) -> dict[str, str]:
+    """The header that all shards have, but for those that are the input's own files."""
+    first = next((file for file, header in headers.items() if _ours(header)), None)
+    if first is None:
+        return next((header for header in headers.values() if header), {})
+    linked = json.loads(headers[first].get(LINKED_KEY, "[]"))
+    for file, header in headers.items():
+        if _ours(header) != ({} if file.name in linked else _ours(headers[first])):
             raise CheckpointError(
-                f"{file.name} and {found.files[0].name} are of different conversions",
+                f"{file.name} and {first.name} are of different conversions",
                 "convert the original again",
             )
-        metadata = metadata or header
-        notes += [note for note in own_notes if note not in notes]
-    return tensors, metadata, {}, notes
+    return headers[first]
 
 
 def _ours(header: dict[str, str]) -> dict[str, str]:

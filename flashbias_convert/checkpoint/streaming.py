@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ from ..errors import CheckpointError
 from ..plan import Plan
 from .card import card_in
 from .config_entry import mark_config
+from .header import LINKED_KEY
 from .made_from import without_narrowed
 from .mapped import MappedModel
 from .origin import SOURCE_KEY, Origin, digest_of
 from .outputs import WEIGHTS_NAME, check_output, is_folder, plan_path
 from .partial import Partial
 from .pieces import (
+    Held,
     Piece,
     Source,
     copy_pieces,
@@ -41,8 +44,9 @@ from .pieces import (
 )
 from .publication import remove
 from .shards import Split
+from .shelf import Shelf
 from .staging import Staging
-from .write import Check, compare, copy_small_files, failed, file_header, prepare, write_card
+from .write import Check, copy_small_files, failed, file_header, prepare, write_card
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +80,8 @@ def write_streamed(
     card: str | None = None,
     check: Check | None = None,
     copying: Copying | None = None,
+    shelf: Shelf | None = None,
+    link: bool = False,
 ) -> None:
     """Write the conversion of shards as a folder, complete or not at all.
 
@@ -88,6 +94,9 @@ def write_streamed(
         check: called with the complete folder, before it has its name; if it raises, nothing is
             kept.
         copying: told of the progress.
+        shelf: where the terms are kept, if not in memory.
+        link: make hard links to shards that stay as they are, instead of copies; they are never
+            opened for writing. The plan is in the headers of the other files only.
 
     Raises:
         UsageError: the folder exists.
@@ -96,11 +105,11 @@ def write_streamed(
     """
     source = opened.checkpoint.folder if is_folder(opened.checkpoint.path) else None
     check_output(target, opened.checkpoint.folder, force)
-    work = _Work.of(opened, target, plan)
+    work = _Work.of(opened, target, plan, link)
     try:
         with Partial(target, work.job()) as partial:
-            work.copy(partial, copying)
-            work.finish(partial.out, source)
+            metadata = work.copy(partial, copying)
+            work.finish(partial.out, source, shelf, metadata)
             if card is not None:
                 write_card(card_in(partial.out), card, target)
             if check is not None:
@@ -123,26 +132,31 @@ class _Work:
     terms: dict[str, Tensor]
     tied: dict[str, str]
     origin: Origin
+    link: bool = False
+    #: names of the shards that are links by now
+    linked: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(cls, opened: MappedModel, target: Path, plan: Plan) -> _Work:
+    def of(cls, opened: MappedModel, target: Path, plan: Plan, link: bool = False) -> _Work:
         tensors = opened.checkpoint.tensors
         dtypes = {name: tensors[key].dtype for name, key in opened.sources.items()}
         state = without_narrowed(opened.model.state_dict(), dtypes)
         known = {**opened.sources, **opened.tied}
         terms, tied_terms = prepare({k: t for k, t in state.items() if k not in known})
         tied = {**opened.tied, **tied_terms}
-        return cls(opened, target, plan, _shards(opened), terms, tied, _origin(opened))
+        return cls(opened, target, plan, _shards(opened), terms, tied, _origin(opened), link)
 
     def metadata(self, digest: str) -> dict[str, str]:
         """Of every header."""
         own = {SOURCE_KEY: replace(self.origin, digest=digest).to_json()}
+        if self.linked:
+            own[LINKED_KEY] = json.dumps(sorted(self.linked))
         return file_header(self.plan, self.tied, {**self.opened.checkpoint.metadata, **own})
 
     def job(self) -> str:
         """Stands for everything that decides on the bytes of the shards."""
         stats = [shard.source.stat() for shard in self.shards]
-        facts: list[Any] = [self.metadata(_NO_DIGEST)]
+        facts: list[Any] = [self.metadata(_NO_DIGEST), self.link]
         for shard, stat in zip(self.shards, stats, strict=True):
             facts.append([str(shard.source.resolve()), stat.st_size, stat.st_mtime_ns, shard.name])
             facts.append([(p.name, p.source, str(p.dtype), p.shape) for p in shard.pieces])
@@ -154,9 +168,32 @@ class _Work:
 
     # -- the shards ------------------------------------------------------------------------
 
-    def copy(self, partial: Partial, copying: Copying | None) -> None:
-        """Copy every shard that is not there yet, then give all of them their headers."""
+    def link_shards(self, folder: Path) -> None:
+        """Link what can be linked."""
+        known = self.opened.checkpoint.metadata
+        if any(key.startswith("flashbias_convert.") for key in known):
+            return  # of an earlier conversion: headers say what is not so any more
+        for shard in self.shards:
+            path = folder / shard.name
+            if not Source(shard.source).consists_of(shard.pieces):
+                continue
+            try:
+                path.unlink(missing_ok=True)
+                os.link(shard.source.resolve(), path)
+            except OSError as error:
+                logger.warning("%s is copied: it cannot be linked: %s", shard.name, error.strerror)
+            else:
+                self.linked.add(shard.name)
+
+    def copy(self, partial: Partial, copying: Copying | None) -> dict[str, str]:
+        """Copy every shard that is not there yet, then give all of them their headers.
+
+        Returns:
+            What the headers say.
+        """
         finished, total = partial.finished(), sum(shard.nbytes for shard in self.shards)
+        if self.link:
+            self.link_shards(partial.out)
         self._require_space(partial.out)
         digests: dict[str, str] = {}
         done = 0
@@ -169,17 +206,23 @@ class _Work:
                     copying(done, total, name)
 
             path, source = partial.out / shard.name, Source(shard.source)
+            if shard.name in self.linked:
+                digests |= digests_of(source, shard.pieces, on_bytes)
+                continue
             start = self.start(shard)
             left = shard.name in finished and path.is_file()
             if left and holds(path, start, source, shard.pieces):
                 logger.info("%s is there already", shard.name)
                 digests |= digests_of(source, shard.pieces, on_bytes)
                 continue
+            path.unlink(missing_ok=True)  # whatever it is, it may be a link to something
             digests |= copy_pieces(source, shard.pieces, path, start, on_bytes)
             if not holds(path, start, source, shard.pieces):
                 raise CheckpointError(f"the written file does not read back: {shard.name}")
             partial.finish(shard.name)
-        self._write_headers(partial.out, self.metadata(self._digest(digests)))
+        metadata = self.metadata(self._digest(digests))
+        self._write_headers(partial.out, metadata)
+        return metadata
 
     def _require_space(self, folder: Path) -> None:
         there = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
@@ -194,11 +237,17 @@ class _Work:
     def _write_headers(self, folder: Path, metadata: Mapping[str, str]) -> None:
         for shard in self.shards:
             path = folder / shard.name
+            if shard.name in self.linked:
+                continue
             write_header(path, header(shard.pieces, metadata))
-            with safe_open(path, framework="pt") as file:
-                same = file.metadata() == metadata
-                if not same or set(file.keys()) != {piece.name for piece in shard.pieces}:
-                    raise CheckpointError("the written file does not read back: its header differs")
+            self._check_header(path, shard.pieces, metadata)
+
+    @staticmethod
+    def _check_header(path: Path, pieces: list[Piece], metadata: Mapping[str, str]) -> None:
+        with safe_open(path, framework="pt") as file:
+            same = file.metadata() == metadata
+            if not same or set(file.keys()) != {piece.name for piece in pieces}:
+                raise CheckpointError("the written file does not read back: its header differs")
 
     def _digest(self, digests: Mapping[str, str]) -> str:
         """See `Origin.digest`."""
@@ -208,7 +257,9 @@ class _Work:
 
     # -- the rest --------------------------------------------------------------------------
 
-    def finish(self, folder: Path, source: Path | None) -> None:
+    def finish(
+        self, folder: Path, source: Path | None, shelf: Shelf | None, metadata: dict[str, str]
+    ) -> None:
         """Write what is small: configs, the plan, the terms, and at last the index."""
         shards = {shard.name for shard in self.shards}
         for path in folder.iterdir():
@@ -219,14 +270,23 @@ class _Work:
             mark_config(folder, self.plan)
         sidecar = plan_path(folder / WEIGHTS_NAME)
         sidecar.write_text(json.dumps(self.plan.to_json(), indent=2) + "\n", encoding="utf-8")
-        with safe_open(folder / self.shards[0].name, framework="pt") as file:
-            metadata = dict(file.metadata())
         path = folder / TERMS_NAME
-        write_tensors(path, self.terms, metadata)
-        compare(path, self.terms, metadata)
+        forget = _nothing if shelf is None else shelf.forget
+        write_tensors(path, self.terms, metadata, forget)
+        pieces = in_file_order(
+            [Piece(name, name, t.dtype, tuple(t.shape)) for name, t in self.terms.items()]
+        )
+        self._check_header(path, pieces, metadata)
+        start = len(header(pieces, metadata))
+        if not holds(path, start, Held(self.terms, forget), pieces):
+            raise CheckpointError(f"the written file does not read back: {TERMS_NAME}")
         files = {s.name: [piece.name for piece in s.pieces] for s in self.shards}
         total = sum(s.nbytes for s in self.shards) + sum(t.nbytes for t in self.terms.values())
         Split({**files, TERMS_NAME: list(self.terms)}, total).write_index(folder)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _shards(opened: MappedModel) -> list[_Shard]:

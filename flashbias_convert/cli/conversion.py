@@ -53,6 +53,7 @@ class Request:
     plot: Path | None = None
     html: Path | None = None
     window: str | None = None
+    link: bool = False
 
     @property
     def recipe_files(self) -> tuple[Path, ...]:
@@ -148,6 +149,7 @@ def _convert(
             planner=planner(recipes, progress) if planner is not None else None,
             copying=None if progress is None else progress.copying,
             window=window,
+            link=request.link,
         )
 
 

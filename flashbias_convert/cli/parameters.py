@@ -248,6 +248,18 @@ ShardSizeOpt = Annotated[
         show_default=False,
     ),
 ]
+LinkOpt = Annotated[
+    bool,
+    typer.Option(
+        "--link",
+        help=(
+            "Of shards that stay as they are, make hard links instead of copies. They are the "
+            "same files: do not edit them."
+        ),
+        rich_help_panel=_OUT,
+        show_default=False,
+    ),
+]
 CardOpt = Annotated[
     bool,
     typer.Option(

@@ -35,7 +35,7 @@ def spectrum(bias: Tensor, *, centre: bool = True, visible: Tensor | None = None
     flat = bias.reshape(-1, n, m)
     values = [
         robust_svd(centred(flat[part], centre, visible), vectors=False)[1]
-        for part in chunks(len(flat), n * m)
+        for part in chunks(len(flat), n * m, bias.device)
     ]
     return torch.cat(values).reshape(*lead, min(n, m))
 

@@ -110,7 +110,7 @@ def _tabulate(bias: Tensor, codes: Codes) -> RelativeTable | None:
     flat = bias.reshape(-1, len(cell_code))
     table = flat.new_zeros(len(flat), size, dtype=torch.float32)
     table[:, used] = flat[:, first[used]].float()
-    for part in chunks(*flat.shape):
+    for part in chunks(len(flat), len(cell_code), bias.device):
         if not torch.equal(table[part][:, cell_code].to(bias.dtype), flat[part]):
             return None
     return RelativeTable(
@@ -151,10 +151,10 @@ def _region_ids(together: Tensor) -> tuple[Tensor, Tensor]:
     """Ids from 0 on for rows and columns, if `together` (*batch, N, M) is made of blocks."""
     n = together.shape[-2]
     # a block is named by its first row: the first row that a column meets ...
-    first_row = together.long().argmax(-2)
+    first_row = together.byte().argmax(-2)
     key_ids = first_row.where(together.any(-2), torch.full_like(first_row, n))
     # ... and, for a row, that of the first column it meets; a row that meets none is alone
-    first_column = together.long().argmax(-1)
+    first_column = together.byte().argmax(-1)
     ids = key_ids.gather(-1, first_column)
     ids = ids.where(together.any(-1), torch.full_like(ids, n + 1))
     seen = torch.zeros(*together.shape[:-2], n + 2, dtype=torch.int64, device=together.device)

@@ -46,7 +46,7 @@ def lookup(bias: Tensor) -> Lookup | None:
     if 4 * (n * m + len(flat) * size) >= bias.element_size() * bias.numel():
         return None
     table = flat.new_empty(len(flat), size).scatter_(-1, codes.expand(len(flat), -1), flat).float()
-    for part in chunks(*flat.shape):
+    for part in chunks(len(flat), flat.shape[1], flat.device):
         if not torch.equal(table[part][:, codes].to(bias.dtype), flat[part]):
             return None
     return Lookup(table=table.reshape(*bias.shape[:-2], size), code=codes.int().reshape(n, m))

@@ -92,7 +92,7 @@ def measure(
     approximate = _slices(approximation, bias, diagonal)
     parts = [
         _measure(flat[part].double(), approximate(part), visible)
-        for part in chunks(len(flat), n * m)
+        for part in chunks(len(flat), n * m, bias.device)
     ]
     names = ("energy", "logit_error_max", "logit_error_rms", "attention_error")
     columns = {k: torch.cat([p[k] for p in parts]).reshape(lead) for k in names}

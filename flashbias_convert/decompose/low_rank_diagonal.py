@@ -160,7 +160,7 @@ def best_diagonal(
     """
     parts = [
         _search(matrix[part], unit, rank, [start[part] for start in starts])
-        for part in chunks(len(matrix), unit.numel())
+        for part in chunks(len(matrix), unit.numel(), matrix.device)
     ]
     diagonal, tail = (torch.cat(x) for x in zip(*parts, strict=True))
     return diagonal, tail
@@ -204,7 +204,7 @@ def _factors(matrix: Tensor, unit: Tensor, diagonal: Tensor) -> tuple[Tensor, Te
     """Columns and singular values of what the diagonal leaves; see `svd.balanced_factors`."""
     parts = [
         balanced_factors(matrix[part] - diagonal[part][..., None] * unit)
-        for part in chunks(len(matrix), unit.numel())
+        for part in chunks(len(matrix), unit.numel(), matrix.device)
     ]
     phi_q, phi_k, values = (torch.cat(x) for x in zip(*parts, strict=True))
     return phi_q, phi_k, values

@@ -35,7 +35,7 @@ def check_bias(bias: Tensor, name: str = "") -> None:
             f"dimensions, got {bias.dtype} of shape {tuple(bias.shape)}"
         )
     flat = bias.reshape(-1, *bias.shape[-2:])
-    parts = chunks(len(flat), flat[0].numel())
+    parts = chunks(len(flat), flat[0].numel(), bias.device)
     bad = sum(int((~flat[part].isfinite()).sum()) for part in parts)
     if bad:
         raise NotFiniteError(

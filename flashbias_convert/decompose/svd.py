@@ -182,7 +182,7 @@ def _head_factors(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All columns of one head: fp32 (B, N, K) and (B, M, K), float64 values (B, K)."""
     parts = []
-    for part in chunks(len(bias), bias.shape[-2] * bias.shape[-1]):
+    for part in chunks(len(bias), bias.shape[-2] * bias.shape[-1], bias.device):
         parts.append(balanced_factors(centred(bias[part], centre, visible)))
     phi_q, phi_k, values = (torch.cat(x) for x in zip(*parts, strict=True))
     return phi_q, phi_k, values

@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # torch may have been built without it
     from torch.distributed import ProcessGroup
 
 Progress = Callable[[int, int, str], None]
+#: how modules call the number of their heads
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "heads")
 
 
 def plan_together(
@@ -40,12 +42,25 @@ def plan_together(
             at = min(count * group.size(), len(matches))
             progress(at, len(matches), matches[at - 1].site.name)
 
-    plans = spread([partial(plan, match) for match in matches], group, done=done)
+    costs = [expected_work(match.site.module) for match in matches]
+    plans = spread([partial(plan, match) for match in matches], group, done=done, costs=costs)
     devices = [next((p.device for p in m.site.module.parameters()), None) for m in matches]
     return [
         replace(made, bias=None if made.bias is None else made.bias.to(device))
         for made, device in zip(plans, devices, strict=True)
     ]
+
+
+def expected_work(module: nn.Module) -> float:
+    """About how much a decomposition of its bias is: H N M sqrt(N M), as an SVD takes it.
+
+    N M is the size of the largest matrix of integers that the module has, which is the index of
+    its relative positions; 1 where there is none. What is not known costs others some waiting.
+    """
+    sizes = [b.numel() for b in module.buffers(recurse=False) if not b.is_floating_point()]
+    heads = (getattr(module, name, None) for name in _HEADS)
+    count = next((value for value in heads if isinstance(value, int)), 1)
+    return float(count * max(sizes, default=1) ** 1.5)
 
 
 def together(owners: Sequence[nn.Module | None], plans: Sequence[SitePlan]) -> list[SitePlan]:

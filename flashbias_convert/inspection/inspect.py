@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -12,6 +13,7 @@ from ..options import DecomposeOptions, Method
 from ..plan import Plan
 from ..recipe import Recipe, Registry
 from ..selection import Choice
+from ..terms import ScoreBias
 from .finding import find_sites, refuse_wrapped, shared_owner
 from .groups import Progress, plan_together, together
 from .planning import plan_site
@@ -38,6 +40,7 @@ def inspect_model(
     force_all: bool = False,
     progress: Progress | None = None,
     group: ProcessGroup | None = None,
+    keep: Callable[[ScoreBias], ScoreBias] | None = None,
 ) -> Plan:
     """Plan the conversion of a model; nothing is changed.
 
@@ -55,6 +58,8 @@ def inspect_model(
         group: processes that share the sites out, each with the same model; all of them call this
             with the same options and get the same plan, which does not depend on their number.
             ``torch.distributed.group.WORLD`` for all. Default: this process does everything.
+        keep: called with the terms of each site once it is planned; returns the same terms from
+            where they are to wait, such as a file that is memory-mapped. Default: in memory.
 
     Returns:
         A plan with one entry for every site that a recipe matches.
@@ -86,7 +91,10 @@ def inspect_model(
         if group is None:
             plans = []
             for match in matches:
-                plans.append(plan_site(match, options, chosen.reason_against(match.names)))
+                made = plan_site(match, options, chosen.reason_against(match.names))
+                if keep is not None:
+                    made = replace(made, bias=None if made.bias is None else keep(made.bias))
+                plans.append(made)
                 if progress is not None:
                     progress(len(plans), len(matches), match.site.name)
         else:

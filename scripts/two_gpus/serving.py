@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
+import shutil
 import tempfile
 from functools import lru_cache
 from typing import Any
@@ -119,6 +121,91 @@ def over_layers(case: str, options: argparse.Namespace, place: torch.device, _: 
         seconds_two = timed(lambda: outputs(spread, x), options.repeats, cards)
         sizes = megabytes("held_mb_one", held(kept)) | megabytes("held_mb_two", held(spread))
     return judged(two, one, truth) | times(seconds_one, seconds_two, len(x)) | sizes
+
+
+def offloaded(case: str, options: argparse.Namespace, place: torch.device, _: int) -> Any:
+    """All weights on the CPU, by accelerate, which brings them to the device for each call."""
+    try:
+        from accelerate import cpu_offload
+    except ImportError:
+        return {"status": "skipped", "reason": "accelerate is not installed"}
+    from flashbias_convert.swap import patched_modules
+
+    _way, name, dtype = case.split()
+    kept, x, truth = prepare(name, options.size, getattr(torch, dtype), place)
+    one = outputs(kept, x)
+    seconds_one = timed(lambda: outputs(kept, x), options.repeats, place)
+    whole = sorted({type(site).__name__ for site in patched_modules(kept)})
+    model = copy.deepcopy(kept).to("cpu")
+    away = cpu_offload(model, execution_device=place, preload_module_classes=whole)
+    if not all(parameter.is_meta for parameter in away.parameters()):
+        return {"status": "failed", "reason": "some weights stayed"}
+    two = outputs(away, x).to(place)
+    seconds_two = timed(lambda: outputs(away, x), options.repeats, place)
+    return judged(two, one, truth) | times(seconds_one, seconds_two, len(x))
+
+
+def planned(case: str, options: argparse.Namespace, place: torch.device, rank: int) -> Any:
+    """A GOT-OCR 2, whose text transformers splits by its own plan and whose vision is patched."""
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    from flashbias_convert import patch_model
+
+    dtype = getattr(torch, case.split()[2])
+    torch.manual_seed(0)
+    model: Any = transformers.GotOcr2ForConditionalGeneration(ocr_config()).eval()
+    for key, parameter in model.named_parameters():
+        if "rel_pos" in key:  # zero: the bias would do nothing
+            parameter.data.normal_()
+    ids = torch.randint(1, 90, (1, 12))
+    ids[0, 2:6] = model.config.image_token_id
+    size = model.config.vision_config.image_size
+    inputs = {"input_ids": ids.to(place), "pixel_values": torch.randn(1, 3, size, size).to(place)}
+    paths: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(paths)
+    model.save_pretrained(paths[0])
+    barrier(place)
+    card = str(place.index or 0)  # transformers takes it from what a launcher says
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": card, "WORLD_SIZE": str(WORLD)}
+    split: Any = transformers.GotOcr2ForConditionalGeneration.from_pretrained(
+        paths[0], distributed_config=DistributedConfig(tp_size=WORLD, tp_plan="auto")
+    ).eval()
+    barrier(place)
+    if rank == 0:
+        shutil.rmtree(paths[0])
+    for made in (model, split):
+        patch_model(made, force_all=True)
+    model = model.to(place, dtype)
+
+    @torch.no_grad()
+    def call(made: Any, kind: torch.dtype = dtype) -> Tensor:
+        found = made(**{**inputs, "pixel_values": inputs["pixel_values"].to(kind)}).logits
+        return found.full_tensor() if hasattr(found, "full_tensor") else found
+
+    truth = call(copy.deepcopy(model).double(), torch.float64)
+    one, two = call(model), call(split).to(place)
+    seconds_one = timed(lambda: call(model), options.repeats, place)
+    seconds_two = timed(lambda: call(split), options.repeats, place, lambda: barrier(place))
+    return judged(two, one, truth) | times(seconds_one, seconds_two, 1)
+
+
+def ocr_config() -> Any:
+    """Of a GOT-OCR 2 with two layers of each kind."""
+    import transformers
+
+    vision = {
+        "hidden_size": 16, "output_channels": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "image_size": 32, "patch_size": 4, "mlp_dim": 32, "window_size": 3,
+        "global_attn_indexes": [1],
+    }  # fmt: skip
+    text = {
+        "model_type": "qwen2", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96,
+    }  # fmt: skip
+    return transformers.GotOcr2Config(
+        vision_config=vision, text_config=text, image_token_id=95, pad_token_id=0
+    )
 
 
 # -- models --------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 WORLD = 2
+#: the device of both processes, where they share one
+SHARED_CARD = "cuda:0"
 Case = Callable[[str, argparse.Namespace, torch.device, int], dict[str, Any]]
 
 
@@ -71,7 +73,7 @@ def work(options: argparse.Namespace, run: Case) -> int:
 
 def meet(options: argparse.Namespace, place: torch.device) -> None:
     """Join the other process."""
-    on_card = {"device_id": place} if place.type == "cuda" else {}
+    on_card = {"device_id": place} if options.backend == "nccl" else {}
     dist.init_process_group(
         options.backend,
         init_method=f"file://{options.folder}/meet",
@@ -85,7 +87,7 @@ def meet(options: argparse.Namespace, place: torch.device) -> None:
 
 def barrier(place: torch.device) -> None:
     """Wait for the other process."""
-    dist.barrier(device_ids=[place.index] if place.type == "cuda" else None)
+    dist.barrier(device_ids=[place.index] if dist.get_backend() == "nccl" else None)
 
 
 def worst(found: dict[str, Any]) -> dict[str, Any]:

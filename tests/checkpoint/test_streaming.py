@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from safetensors.torch import load_file
 
@@ -24,7 +25,11 @@ from flashbias_convert.checkpoint import (
 )
 from flashbias_convert.checkpoint.mapped import open_mapped
 from flashbias_convert.checkpoint.partial import Partial
+from flashbias_convert.checkpoint.shelf import Shelf, give_back
 from flashbias_convert.errors import CheckpointError, UsageError, VerificationError
+from flashbias_convert.modules import ScoreBiasModule
+from flashbias_convert.options import DecomposeOptions
+from flashbias_convert.terms import Dense, LowRank, ScoreBias
 from tests.toy import TOY, ToyModel
 
 from .models import ARGS, NAME, TiedToy, images, tiny_weights, write_tiny
@@ -342,6 +347,128 @@ def test_memory_stays_below_the_largest_shard(
     assert done.plan.counts() == {"patched": 8}
     assert high_water() - before <= 1.2 * largest
     record_property("abuse:shards in memory:at most 1.2 of the largest", 1)
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux counts memory")
+@pytest.mark.parametrize("method", ["exact", "svd"])
+def test_memory_of_decompositions_stays_below_it_too(tmp_path: Path, method: str) -> None:
+    sizes: dict[str, Any] = {
+        "img_size": 64, "patch_size": 4, "window_size": 16, "embed_dim": 768, "depths": [4],
+        "num_heads": [16], "num_classes": 5,
+    }  # fmt: skip
+    model = timm.create_model(NAME, **sizes)
+    source = write_shards(tmp_path / "m", model.state_dict(), "safetensors", 4)
+    del model
+    largest = max(p.stat().st_size for p in source.iterdir())
+    options = DecomposeOptions(method=method, force_all=True)  # type: ignore[arg-type]
+    chosen: dict[str, Any] = {"arch": f"timm:{NAME}", "options": options}
+    convert_checkpoint(swin(tmp_path / "warm"), **{**chosen, "arch_args": ARGS})
+    give_back()
+    before = forget_high_water()
+    done = convert_checkpoint(source, tmp_path / "out", arch_args=sizes, **chosen)
+    assert high_water() - before <= 1.2 * largest
+    # all heads of one site at once in float64, in the copies that a comparison takes, are more
+    assert done.plan.counts() == {"patched": 4} and 1.2 * largest < 8 * 16 * 256**2 * 5
+
+
+def test_terms_wait_in_a_file(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path)
+    dense = Dense(bias=torch.randn(2, 100, 100), heads=(0, 2))
+    low = LowRank(phi_q=torch.randn(3, 100, 4), phi_k=torch.randn(3, 100, 4))
+    bias, small = ScoreBias((dense, low), 3), ScoreBias((Dense(bias=torch.ones(3, 2, 2)),), 3)
+    with shelf:
+        put, same = shelf.put(bias), shelf.put(small)
+        inside = ScoreBiasModule(put)
+    outside = ScoreBiasModule(put)
+    assert list(tmp_path.iterdir()) == [] and same is small
+    shelf.forget()
+    assert put.spec() == bias.spec()
+    for (name, found), (_, meant) in zip(put.named_tensors(), bias.named_tensors(), strict=True):
+        assert torch.equal(found, meant) and found.data_ptr() != meant.data_ptr()
+        own, copied = (module.state_dict()[name].data_ptr() for module in (inside, outside))
+        assert own == found.data_ptr() != copied
+
+
+def test_buffers_that_no_file_holds_are_kept_once(tmp_path: Path) -> None:
+    done = convert_checkpoint(swin(tmp_path / "m"), tmp_path / "out", **TINY)
+    held = [b for n, b in done.model.named_buffers(remove_duplicate=False) if n.endswith("_index")]
+    assert len(held) == 3 and len({b.data_ptr() for b in held}) == 1
+
+
+# -- links ---------------------------------------------------------------------------------
+
+
+def test_shards_that_stay_are_linked(tmp_path: Path, copies: list[str]) -> None:
+    source = swin(tmp_path / "m")
+    before = contents(source)
+    output = convert(source, tmp_path / "out", link=True)
+    names = sorted(path.name for path in source.glob("*.safetensors"))
+    assert copies == [] and all((output / n).samefile(source / n) for n in names)
+    whole = convert(source, tmp_path / "whole")
+    found, expected = read_checkpoint(output), read_checkpoint(whole)
+    linked = {key: text for key, text in found.metadata.items() if key.endswith(".linked")}
+    assert list(map(json.loads, linked.values())) == [names]
+    assert found.metadata == {**expected.metadata, **linked}
+    with torch.no_grad():
+        assert torch.equal(load_model(output)(images()), load_model(whole)(images()))
+    back = load_file(restore_checkpoint(output, tmp_path / "back").output / "model.safetensors")
+    assert all(torch.equal(back[k], t) for k, t in tiny_weights(torch.float16).items())
+    # neither a second conversion, of this output or in its place, nor its end touches the input
+    convert(source, output, force=True)
+    assert not any((output / n).samefile(source / n) for n in names)
+    convert(source, output, force=True, link=True)
+    for path in output.iterdir():
+        path.unlink()
+    assert contents(source) == before and hidden(tmp_path) == []
+
+
+def test_what_cannot_be_linked_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = swin(tmp_path / "m")
+    before, link, refused = contents(source), os.link, []
+
+    def first_only(old: Path, new: Path) -> None:
+        if "00001" not in new.name:
+            refused.append(new)
+            raise OSError(18, "Invalid cross-device link")
+        link(old, new)
+
+    monkeypatch.setattr(os, "link", first_only)
+    output = convert(source, tmp_path / "out", link=True)
+    assert len(refused) == 2 and caplog.text.count("cannot be linked") == 2
+    shared = [(output / path.name).samefile(path) for path in sorted(source.glob("*.safetensors"))]
+    assert shared == [True, False, False] and contents(source) == before
+    load_model(output)
+
+
+def test_a_link_that_a_killed_run_left_is_never_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = swin(tmp_path / "m")
+    before = contents(source)
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / "out", link=True, copying=_interrupt)
+    assert partial(tmp_path / "out").exists()
+
+    def refuse(*_: object) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    convert(source, tmp_path / "out", link=True)
+    assert contents(source) == before
+
+
+def _interrupt(done: int, total: int, name: str) -> None:
+    raise KeyboardInterrupt
+
+
+def test_only_shards_are_linked_and_only_where_they_stay(tmp_path: Path) -> None:
+    pickled = swin(tmp_path / "pickled", "bin")
+    output = convert(pickled, tmp_path / "out", link=True)
+    assert all(path.stat().st_nlink == 1 for path in output.iterdir())
+    with pytest.raises(UsageError, match="nothing can be linked: the input does not lie in shards"):
+        convert_checkpoint(write_tiny(tmp_path / "one.safetensors"), link=True, **TINY)
 
 
 # -- failures ------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ def test_chunks_factors_and_broadcasts_agree_with_the_whole(monkeypatch: pytest.
     term = svd_factors(bias, energy=0.8)
     whole = measure(bias, term.dense(8, 6, dtype=torch.float64))
     monkeypatch.setattr(
-        loss_module, "chunks", lambda count, _: (slice(i, i + 1) for i in range(count))
+        loss_module, "chunks", lambda count, *_: (slice(i, i + 1) for i in range(count))
     )
     for approximation in (term, term.dense(8, 6, dtype=torch.float64)):
         found = measure(bias, approximation)

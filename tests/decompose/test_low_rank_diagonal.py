@@ -298,7 +298,7 @@ def test_one_decision_holds_for_the_whole_batch(monkeypatch: pytest.MonkeyPatch)
     assert found.decisions[0].rank == 5
     assert found.bias.terms[-1].values.shape == (2, 1, N)
     check_terms(found, bias)
-    one_by_one = lambda count, _: (slice(i, i + 1) for i in range(count))  # noqa: E731
+    one_by_one = lambda count, *_: (slice(i, i + 1) for i in range(count))  # noqa: E731
     monkeypatch.setattr(module, "chunks", one_by_one)
     again = decompose(bias, options(energy=0.9999))
     assert again.decisions == found.decisions

@@ -180,7 +180,7 @@ def test_a_batch_shares_the_largest_rank_of_each_head(monkeypatch: pytest.Monkey
     assert whole.ranks == (4, 2)
     assert whole.phi_q.shape == (2, 2, 12, 4)
     assert torch.allclose(product(whole), bias, atol=1e-5)
-    monkeypatch.setattr(svd, "chunks", lambda count, _: (slice(i, i + 1) for i in range(count)))
+    monkeypatch.setattr(svd, "chunks", lambda count, *_: (slice(i, i + 1) for i in range(count)))
     assert torch.equal(svd_factors(bias, energy=1 - 1e-12).phi_q, whole.phi_q)
     assert spectrum(bias).shape == (2, 2, 10)
 

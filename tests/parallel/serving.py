@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,18 +32,25 @@ from flashbias_convert.terms import ScoreBias
 from tests import pairformer
 from tests.toy import TOY, ToyModel, make_input, make_model
 
-from .processes import model_of, outputs
+from .processes import VISION, got_ocr, model_of, outputs
 
 WRAPPED = ("toy", "swin", "bloom")
-SPLIT = ("toy", "swin", "bloom", "mpt", "falcon")
+SPLIT = ("toy", "swin", "bloom", "mpt", "falcon", "t5", *VISION)
 #: the projections of each attention: to the heads, and from them
-_PROJECTIONS: dict[str, tuple[str, ParallelStyle, str]] = {
-    "toy": ("qkv", ColwiseFused(), "proj"),
-    "swin": ("qkv", ColwiseFused(), "proj"),
-    "bloom": ("query_key_value", ColwiseParallel(), "dense"),
-    "falcon": ("query_key_value", ColwiseParallel(), "dense"),
-    "mpt": ("Wqkv", ColwiseFused(), "out_proj"),
+_TIMM: tuple[tuple[str, ...], type[ParallelStyle], str] = (("qkv",), ColwiseFused, "proj")
+_THREE = (("q_proj", "k_proj", "v_proj"), ColwiseParallel, "o_proj")
+_PROJECTIONS: dict[str, tuple[tuple[str, ...], type[ParallelStyle], str]] = {
+    **dict.fromkeys(("toy", "swin", "timm swin", "timm beit", "timm shared beit"), _TIMM),
+    "bloom": (("query_key_value",), ColwiseParallel, "dense"),
+    "falcon": (("query_key_value",), ColwiseParallel, "dense"),
+    "mpt": (("Wqkv",), ColwiseFused, "out_proj"),
+    "t5": (("q", "k", "v"), ColwiseParallel, "o"),
+    "Swin": _THREE,
+    "Swinv2": (("query", "key", "value"), ColwiseParallel, "dense"),
+    **dict.fromkeys(("Beit", "shared Beit"), _THREE),
 }
+#: below which modules they are, where not below the site itself
+_WHERE = {"Swinv2": "attention", "Beit": "attention", "shared Beit": "attention"}
 
 
 def serve(rank: int, world: int) -> dict[str, Any]:
@@ -86,9 +94,16 @@ def split(name: str, world: int) -> tuple[nn.Module, Tensor]:
     model, x = model_of(name)
     mesh = init_device_mesh("cpu", (world,))
     to_heads, style, from_heads = _PROJECTIONS[name]
-    for site in patched_modules(model):
-        plan = {to_heads: style, from_heads: RowwiseParallel()}
-        parallelize_module(site, mesh, plan)
+    found: list[nn.Module] = list(patched_modules(model))
+    if name in _WHERE:
+        found = [m for key, m in model.named_modules() if key.rpartition(".")[2] == _WHERE[name]]
+    for attention in found:
+        for key, module in list(attention.named_modules()):
+            leaf = key.rpartition(".")[2]
+            if leaf in to_heads:
+                parallelize_module(module, mesh, style())
+            elif leaf == from_heads:
+                parallelize_module(module, mesh, RowwiseParallel())
     assert shard_sites(model, mesh) == len(patched_modules(model))
     return model, x
 
@@ -275,11 +290,12 @@ def terms_of(plan: Any) -> dict[str, Tensor]:
 
 
 def plan_of_transformers(rank: int, world: int) -> dict[str, Any]:
-    """A BLOOM whose projections transformers itself splits while it loads them."""
+    """Split by transformers as it loads: a BLOOM by a plan of ours, a GOT-OCR 2 by its own."""
     import os
     import tempfile
 
     from transformers import BloomForCausalLM
+    from transformers.distributed import DistributedConfig
 
     from flashbias_convert import patch_model
     from tests.recipes.test_transformers_alibi import make
@@ -294,11 +310,28 @@ def plan_of_transformers(rank: int, world: int) -> dict[str, Any]:
         folder = shared[0]
         make("bloom").save_pretrained(folder)  # on the first process only
         dist.barrier()
+        ours = {f"{site}.{to_heads}": "colwise", f"{site}.{from_heads}": "rowwise"}
         model: Any = BloomForCausalLM.from_pretrained(
-            folder, tp_plan={f"{site}.{to_heads}": "colwise", f"{site}.{from_heads}": "rowwise"}
+            folder, distributed_config=DistributedConfig(tp_size=world, tp_plan=ours)
+        )
+        dist.barrier()
+        got_ocr(Path(folder, "ocr"))
+        dist.barrier()
+        ocr: Any
+        ocr, inputs = got_ocr(
+            Path(folder, "ocr"),
+            distributed_config=DistributedConfig(tp_size=world, tp_plan="auto"),
         )
         dist.barrier()
     weight = model.transformer.h[0].self_attention.query_key_value.weight
     patch_model(model.eval(), backend="sdpa")
     shard_sites(model, model._device_mesh["tp"])
-    return {"out": outputs(model, ids), "rows": weight.to_local().shape[0]}
+    text = ocr.model.language_model.layers[0].self_attn.q_proj.weight
+    with torch.no_grad():
+        seen = ocr(**inputs).logits
+    return {
+        "out": outputs(model, ids),
+        "rows": weight.to_local().shape[0],
+        "seen": seen.full_tensor() if hasattr(seen, "full_tensor") else seen,
+        "text rows": text.to_local().shape[0],
+    }

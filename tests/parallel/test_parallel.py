@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 
 from flashbias_convert import inspect_model
+from flashbias_convert.swap import patched_modules
 from tests.support import assert_parity
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch was built without gloo", allow_module_level=True)
 pytest.importorskip("transformers")
 
-from .processes import model_of, outputs, run
+from .processes import got_ocr, model_of, outputs, run
 from .serving import (
     SPLIT,
     WRAPPED,
@@ -100,12 +101,30 @@ def test_other_weights_are_noticed_inside_wrappers(served: Found) -> None:
         assert set(stale.values()) == {"refused"}, stale
 
 
-def test_a_plan_of_transformers(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run(plan_of_transformers, 2, tmp_path_factory.mktemp("plan"))
+
+
+def test_a_plan_of_transformers(planned: Found) -> None:
     model, x = model_of("bloom")
     plain, truth = outputs(model, x), outputs(copy.deepcopy(model).double(), x)
-    for found in run(plan_of_transformers, 2, tmp_path / "plan"):
+    for found in planned:
         assert found["rows"] == 3 * 48 // 2
         assert_parity(found["out"], plain, truth)
+
+
+def test_a_model_with_a_plan_of_its_own(planned: Found) -> None:
+    model: Any
+    model, inputs = got_ocr()
+    assert len(patched_modules(model)) == 2
+    with torch.no_grad():
+        plain = model(**inputs).logits
+        wide = {**inputs, "pixel_values": inputs["pixel_values"].double()}
+        truth = copy.deepcopy(model).double()(**wide).logits
+    for found in planned:
+        assert found["text rows"] == 32 // 2
+        assert_parity(found["seen"], plain, truth)
 
 
 # -- sites that are shared out -------------------------------------------------------------

@@ -13,13 +13,17 @@ import simulate_scaling as script
 
 
 def test_the_process_with_most_to_do_decides() -> None:
-    assert script.slowest([1.0, 5.0, 2.0, 3.0, 4.0], 2) == 8.0  # 1 + 2 + 4 and 5 + 3
-    assert script.slowest([1.0, 5.0, 2.0], 1) == 8.0
-    assert script.slowest([1.0, 5.0, 2.0], 64) == 5.0
+    parts = [1.0, 5.0, 2.0, 3.0, 4.0]
+    assert script.slowest(parts, parts, 2) == 8.0  # 5 + 2 + 1 and 4 + 3
+    assert script.slowest(parts, [1.0] * 5, 2) == 8.0  # 1 + 2 + 4 and 5 + 3
+    assert script.slowest(parts, [1.0, 1.0, 9.0, 1.0, 1.0], 2) == 13.0  # 2 and all others
+    assert script.slowest(parts, parts, 1) == 15.0
+    assert script.slowest(parts, parts, 64) == 5.0
 
 
 def test_steps_wait_for_each_other_and_the_rest_stays() -> None:
-    found = script.Measured([[1.0, 3.0], [2.0, 2.0]], total=9.0, exchange=0.5)
+    parts = [[1.0, 3.0], [2.0, 2.0]]
+    found = script.Measured(parts, parts, total=9.0, exchange=0.5)
     assert found.other == 1.0
     assert found.on(1) == 9.0  # nothing is exchanged
     assert found.on(2) == 1.0 + 0.5 + 3.0 + 2.0
