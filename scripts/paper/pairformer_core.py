@@ -144,5 +144,5 @@ def core(table: Any, made: Core) -> None:
         component = "triangle attention, core" + ("" if gated else ", no gate")
         for name, (call, whole) in made.calls(gated).items():
             errors = functools.partial(made.errors, call, gated) if whole else None
-            table.time(lambda c=call, e=errors: Trial(c, e), way=name, component=component,
-                       n=len(made.q), mode="inference")  # fmt: skip
+            table.time(lambda c=call, e=errors: Trial(c, e, exact=True, replays=True), way=name,
+                       component=component, n=len(made.q), mode="inference")  # fmt: skip

@@ -11,13 +11,18 @@ CORE = "triangle attention, core"
 STARTING = "triangle attention, starting"
 
 
+def spent(row: dict[str, str]) -> float:
+    """Milliseconds, of replays where there are any."""
+    return float(row["replay_ms"] or row["ms"])
+
+
 def told(table: Table) -> Iterator[str]:
     """How much faster the exact form is than its peers, triangle by triangle and for the block."""
     for component, way in ((CORE, "ours"), (STARTING, "ours, dense"), ("block", "ours, dense")):
         for row in table.good(component=component, way=way):
             same = table.good(component=component, n=row["n"], mode=row["mode"])
-            peers = {r["way"]: float(r["ms"]) for r in same if not r["way"].startswith("ours")}
-            ratios = (f"{ms / float(row['ms']):.2f} x {name}" for name, ms in peers.items())
+            peers = {r["way"]: spent(r) for r in same if not r["way"].startswith("ours")}
+            ratios = (f"{ms / spent(row):.2f} x {name}" for name, ms in peers.items())
             if peers:
                 what = f"{row['mode']}, N = {row['n']}, {component}"
                 yield f"{what}: {way} is {', '.join(ratios)}"
@@ -34,7 +39,7 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
         lines: dict[str, list[tuple[int, float]]] = {}
         for row in (r for r in good if r["component"] == component):
             label = f"{row['way']}, rank {row['rank']}" if row["rank"] else row["way"]
-            lines.setdefault(label, []).append((int(row["n"]), float(row["ms"])))
+            lines.setdefault(label, []).append((int(row["n"]), spent(row)))
         for label, points in lines.items():
             ours = "-" if label.startswith("ours") else "--"
             axes.plot(*zip(*sorted(points), strict=True), ours, marker="o", label=label)

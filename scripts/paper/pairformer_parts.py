@@ -305,14 +305,17 @@ def inference(
     for name in (*SITES, "block", *(p for p in PARTS if p not in SITES)):
         facts = {"n": block.n, "mode": "inference", "component": NAMES[name]}
 
-        def trial(make: Callable[[], Runner], once: float | None = None, name: str = name) -> Trial:
+        def trial(
+            make: Callable[[], Runner], once: float | None = None, exact: bool = True,
+            name: str = name,
+        ) -> Trial:  # fmt: skip
             runner = make()
 
             def call() -> Any:
                 with torch.no_grad():
                     return runner.call(*block.inputs[name])
 
-            return Trial(call, lambda: block.errors(name, runner), once)
+            return Trial(call, lambda: block.errors(name, runner), once, exact=exact)
 
         exact = block.runners(name)
         fragile = [n for n in exact if "cuEq" in n or "kernels" in n]
@@ -321,7 +324,7 @@ def inference(
                 table.time(functools.partial(trial, make), way=way, **facts)
         if name in SITES or name == "block":
             none = functools.partial(block.ours, name, dict.fromkeys(SITES, without_bias))
-            table.time(functools.partial(trial, none), way="ours, no bias", **facts)
+            table.time(functools.partial(trial, none, exact=False), way="ours, no bias", **facts)
             _approximate(table, block, name, trial, ranks, network_ranks, facts)
         for way in fragile:
             table.time(functools.partial(trial, exact[way]), way=way, **facts)
@@ -341,11 +344,11 @@ def _approximate(
 
     def of_factors(rank: int) -> Trial:
         ways, spent = made_once(lambda: {s: block.kept(s, rank) for s in sites}, block.device)
-        return trial(lambda: block.ours(name, ways), spent)
+        return trial(lambda: block.ours(name, ways), spent, exact=False)
 
     def of_networks(rank: int) -> Trial:
         ways = {site: networks(block.networks(site, rank)) for site in sites}
-        return trial(lambda: block.ours(name, ways))
+        return trial(lambda: block.ours(name, ways), exact=False)
 
     for rank in (r for r in ranks if r <= block.n):
         table.time(functools.partial(of_factors, rank), way="ours, factors kept", rank=rank,
@@ -355,8 +358,8 @@ def _approximate(
                    **facts)  # fmt: skip
     for rank in (r for r in ranks if r <= block.n and name == "starting"):
         make = functools.partial(block.ours, name, {name: factors(rank)})
-        table.time(functools.partial(trial, make), way="ours, SVD in each call", rank=rank,
-                   **facts)  # fmt: skip
+        table.time(functools.partial(trial, make, exact=False), way="ours, SVD in each call",
+                   rank=rank, **facts)  # fmt: skip
 
 
 def training(table: Table, block: Block, network_ranks: Sequence[int]) -> None:
@@ -364,11 +367,13 @@ def training(table: Table, block: Block, network_ranks: Sequence[int]) -> None:
     for name in ("starting", "block", "ending", "attention", *PARTS):
         facts = {"n": block.n, "mode": "training", "component": NAMES[name]}
 
-        def trial(make: Callable[[], Runner], name: str = name) -> Trial:
+        def trial(make: Callable[[], Runner], exact: bool = True, name: str = name) -> Trial:
             runner, leaves = make(), block.leaves(name)
-            return Trial(lambda: block.step(runner, leaves),
-                         lambda: block.errors(name, runner)
-                         | block.gradient_errors(name, runner))  # fmt: skip
+
+            def errors() -> dict[str, float]:
+                return block.errors(name, runner) | block.gradient_errors(name, runner)
+
+            return Trial(lambda: block.step(runner, leaves), errors, exact=exact)
 
         def of_networks(rank: int, trial: Callable[..., Trial] = trial, name: str = name) -> Trial:
             sites = SITES if name == "block" else (name,)
@@ -376,7 +381,7 @@ def training(table: Table, block: Block, network_ranks: Sequence[int]) -> None:
             ways: Ways = {site: networks(found) for site, found in made.items()}
             runner = block.ours(name, ways)
             module = nn.ModuleList([runner.module, *made.values()])
-            return trial(lambda: Runner(runner.call, module))
+            return trial(lambda: Runner(runner.call, module), exact=False)
 
         exact = block.runners(name)
         fragile = [n for n in exact if "cuEq" in n or "kernels" in n]

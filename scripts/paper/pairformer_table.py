@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from whole_models.measuring import OverTheLimit, time_limit
 
 COLUMNS = (
-    "n", "mode", "component", "way", "rank", "ms", "p20_ms", "p80_ms", "once_ms", "steps_200_ms",
-    "peak_mib", "error", "library_error", "gradient_error", "library_gradient_error",
-    "bias_gradient_error", "status", "dtype", "device", "torch",
+    "n", "mode", "component", "way", "rank", "ms", "p20_ms", "p80_ms", "replay_ms", "once_ms",
+    "steps_200_ms", "peak_mib", "error", "library_error", "gradient_error",
+    "library_gradient_error", "bias_gradient_error", "status", "dtype", "device", "torch",
 )  # fmt: skip
 #: what tells a row from others
 KEY = ("n", "mode", "component", "way", "rank", "dtype", "device")
@@ -37,6 +37,8 @@ BUDGET_S = 4.0
 MARK = ".running"
 #: a row without errors, because float64 does not fit
 NO_ERROR = "ok, but no memory for its errors"
+#: so many times the error of the plain formula is no rounding any more
+WRONG = 10.0
 
 
 class Stopped(Exception):
@@ -56,12 +58,16 @@ class Trial:
         errors: columns with its errors; None where they would say nothing.
         once_ms: what was made once for many calls took so long; None where nothing was.
         steps: whether a structure takes 200 such calls.
+        exact: another error than rounding means that it is wrong.
+        replays: it can be recorded as a CUDA graph, whose time is on the card alone.
     """
 
     call: Callable[[], Any]
     errors: Callable[[], dict[str, float]] | None = None
     once_ms: float | None = None
     steps: bool = False
+    exact: bool = False
+    replays: bool = False
 
 
 class Table:
@@ -170,6 +176,7 @@ class Table:
         status, errors = "ok", {}
         try:
             errors = {} if trial.errors is None else trial.errors()
+            status = "wrong" if trial.exact and is_wrong(errors) else "ok"
         except torch.OutOfMemoryError:
             status = NO_ERROR
         return {
@@ -181,9 +188,26 @@ class Table:
             "steps_200_ms": f"{(once or 0) + STEPS * found.times.median_ms:.2f}"
             if trial.steps
             else "",
+            "replay_ms": self._replayed(trial) if trial.replays else "",
             "peak_mib": "" if found.peak_mib is None else f"{found.peak_mib:.0f}",
             **{name: f"{value:.3g}" for name, value in errors.items()},
         }
+
+    def _replayed(self, trial: Trial) -> str:
+        """Milliseconds without Python between kernels; nothing where that cannot be recorded."""
+        if self.device.type != "cuda":
+            return ""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                trial.call()
+        except Exception as problem:
+            if is_lost(problem):
+                raise
+            print(f"  no CUDA graph: {str(problem).splitlines()[:1]}", flush=True)
+            return ""
+        found = measure(graph.replay, self.device, repeats=self._repeats, budget_s=BUDGET_S)
+        return f"{found.times.median_ms:.4f}"
 
     def good(self, **facts: Any) -> list[dict[str, str]]:
         """The rows that were measured here, with these columns."""
@@ -200,7 +224,7 @@ class WarmUp(Table):
     """
 
     #: the others compile nothing
-    COMPILED = ("ours*", "Flex*", "cuEquivariance")
+    COMPILED = ("ours*", "Flex*", "cuEquivariance", "SDPA*")
 
     def __init__(self, path: Path, device: str, dtype: torch.dtype, **options: Any) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -221,6 +245,14 @@ class WarmUp(Table):
             prepare().call()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def is_wrong(errors: dict[str, float]) -> bool:
+    """Whether an exact way is off by more than rounding; NaN is."""
+    for name in ("error", "gradient_error"):
+        if name in errors and not errors[name] <= WRONG * errors[f"library_{name}"]:
+            return True
+    return False
 
 
 def is_lost(problem: Exception) -> bool:

@@ -197,6 +197,16 @@ def test_rows_that_fail_or_take_too_long_say_so(tmp_path: Path) -> None:
     assert not made.good(component="c")
 
 
+def test_a_peer_that_is_wrong_says_so(tmp_path: Path) -> None:
+    made = make_table(tmp_path)
+    for error, exact in ((1.0, True), (float("nan"), True), (1.0, False), (0.02, True)):
+        found = {"error": error, "library_error": 0.01}
+        trial = table.Trial(lambda: None, lambda e=found: e, exact=exact)
+        made.time(lambda t=trial: t, way=str(len(made.rows)), component="c", n=1, mode="m")
+    assert [row["status"] for row in made.rows] == ["wrong", "wrong", "ok", "ok"]
+    assert len(made.good(component="c")) == 2
+
+
 def test_nothing_is_begun_after_the_time_is_up(tmp_path: Path) -> None:
     made = make_table(tmp_path, ends=0.0)
     with pytest.raises(table.Stopped, match="before c, a at N = 1"):
