@@ -1,6 +1,7 @@
 """Biases of gravity and of distances on a sphere, by factor networks and by their rivals.
 
 python scripts/paper/gravity_and_sphere.py [--device cuda] [--case-s 120] [--output DIR]
+                                           [--stop-s S] [--resume] [--tiny]
 
 The appendix "Generalization for Diverse Biases" of the FlashBias paper: gravity,
 1 / (distance^2 + 0.01) over the unit square, and the great-circle distance over latitudes in
@@ -9,8 +10,11 @@ the unit vectors of the sphere's points. Every row of the table is measured on p
 has seen; relative errors are Frobenius norms, of the bias as it is and with its rows centred.
 
 Writes gravity_and_sphere.csv, and a picture of the true bias, the fitted one and the residual.
-The columns device, points, steps and tokens say how large the run was. After --case-s seconds no
-method of a case is begun, and its row says so.
+The columns device, points, steps and tokens say how large the run was. A case takes at most
+--case-s seconds: fits share what is left of them, and make as many of their steps as the time of
+the first ones allows, with the schedule of so many; the column seconds has what a fit took, that
+measuring included. What is not begun in time, or ends too late, says so in its row. After --stop-s
+no row is begun; --resume keeps the rows of the file and adds those that it lacks.
 """
 
 from __future__ import annotations
@@ -19,12 +23,13 @@ import argparse
 import csv
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from fit_in_time import TookTooLong, fit_in
 from torch import Tensor
 
 from flashbias_convert.decompose import row_center
@@ -34,7 +39,7 @@ from flashbias_convert.decompose.low_rank_sparse import (
     low_rank_beside_cells,
     low_rank_plus_sparse,
 )
-from flashbias_convert.decompose.neural import FitResult, fit_factor_networks
+from flashbias_convert.decompose.neural import Check, FitResult, fit_factor_networks
 from flashbias_convert.decompose.neural_options import FitOptions
 from flashbias_convert.decompose.robust_svd import robust_svd
 
@@ -51,6 +56,10 @@ WEIGHT = 6.0
 NETWORKS, UNTRAINED = "networks", "networks, no training"
 AS_IN_THE_PAPER = "networks, as in the paper"
 NEAREST_METHOD, PURSUIT = f"{NEAREST} nearest + SVD", "sparse (pursuit) + SVD"
+#: seconds of a case that fits leave to what comes after them
+RESERVE_S = 15.0
+#: what the picture needs of cases that are done, until all are
+PIECES = "gravity_and_sphere.pieces.pt"
 #: seed of the points that judge; fits draw theirs from other seeds
 UNSEEN = 987_654_321
 
@@ -137,8 +146,8 @@ def _relative(error: Tensor, size: Tensor) -> float:
     return float(error.norm() / size.norm())
 
 
-#: makes the rows of a method
-Method = Callable[[], list[Result]]
+#: makes the rows of a method; gets the seconds that it may take
+Method = Callable[[float], list[Result]]
 
 
 def timed(make: Callable[[], Result]) -> list[Result]:
@@ -157,7 +166,7 @@ def truncations(bias: Tensor, rank: int) -> dict[str, Method]:
     def centred() -> Result:
         return Result("SVD, rows centred", _truncated(row_center(bias), rank), centred=True)
 
-    return {"SVD, raw": lambda: timed(raw), "SVD, rows centred": lambda: timed(centred)}
+    return {"SVD, raw": lambda _: timed(raw), "SVD, rows centred": lambda _: timed(centred)}
 
 
 def rivals(bias: Tensor, rank: int) -> dict[str, Method]:
@@ -182,9 +191,9 @@ def rivals(bias: Tensor, rank: int) -> dict[str, Method]:
         return _sparse(PURSUIT, low_rank_plus_sparse(bias[None], rank=rank, weight=WEIGHT))
 
     return {
-        "SVD + diagonal": lambda: timed(diagonal),
-        NEAREST_METHOD: lambda: timed(nearest),
-        PURSUIT: lambda: timed(pursuit),
+        "SVD + diagonal": lambda _: timed(diagonal),
+        NEAREST_METHOD: lambda _: timed(nearest),
+        PURSUIT: lambda _: timed(pursuit),
     }
 
 
@@ -206,16 +215,21 @@ def fits(case: Case, points: Tensor, args: argparse.Namespace) -> dict[str, Meth
         "check_every": min(args.check_every, args.steps), "hidden": args.hidden,
     }  # fmt: skip
 
-    def fitted(method: str, **how: Any) -> list[Result]:
-        started = time.perf_counter()
-        found = fit_factor_networks(
+    def fit(options: FitOptions, progress: Callable[[Check], None]) -> FitResult:
+        return fit_factor_networks(
             case.bias,
             lambda generator: case.tokens(args.tokens, generator),
             rank=args.rank,
             heads=1,
-            options=FitOptions(**{"steps": args.steps, **asked, **how}),
+            options=options,
             device=args.device,
+            progress=progress,
         )
+
+    def fitted(limit: float, method: str, **how: Any) -> list[Result]:
+        started = time.perf_counter()
+        options = FitOptions(**{"steps": args.steps, **asked, **how})
+        found = fit_in(fit, options, math.inf if method == UNTRAINED else limit)
         made = _product(found, points)
         seconds = time.perf_counter() - started
         first = Result(method, made, seconds, steps=0 if how.get("steps") else found.steps)
@@ -227,9 +241,11 @@ def fits(case: Case, points: Tensor, args: argparse.Namespace) -> dict[str, Meth
         return [first, beside]
 
     return {
-        UNTRAINED: lambda: fitted(UNTRAINED, steps=1, learning_rate=1e-30),
-        NETWORKS: lambda: fitted(NETWORKS),
-        AS_IN_THE_PAPER: lambda: fitted(AS_IN_THE_PAPER, schedule="step", closed_form=False),
+        UNTRAINED: lambda limit: fitted(limit, UNTRAINED, steps=1, learning_rate=1e-30),
+        NETWORKS: lambda limit: fitted(limit, NETWORKS),
+        AS_IN_THE_PAPER: lambda limit: fitted(
+            limit, AS_IN_THE_PAPER, schedule="step", closed_form=False
+        ),
     }
 
 
@@ -272,7 +288,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--points", type=int, default=1024, help="of the table and the picture")
     parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--case-s", type=float, default=0.0, help="begin no method after; 0: none")
+    parser.add_argument("--case-s", type=float, default=0.0, help="for a case; 0: no limit")
+    parser.add_argument("--stop-s", type=float, default=0.0, help="begin no row after; 0: none")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of the file")
+    parser.add_argument("--tiny", action="store_true", help="sizes that a CPU runs in seconds")
     parser.add_argument("--tokens", type=int, default=1024, help="points of a training step")
     parser.add_argument("--check-every", type=int, default=500)
     parser.add_argument("--rank", type=int, default=32)
@@ -281,20 +300,44 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=list(CASES))
     parser.add_argument("--output", type=Path, default=ROOT / "scripts" / "results")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.tiny:
+        args.points, args.steps, args.tokens, args.rank, args.hidden = 24, 2, 16, 3, 8
+    return args
 
 
 def rows_of(
-    case: Case, points: Tensor, bias: Tensor, args: argparse.Namespace
-) -> Iterator[tuple[dict[str, Any], Result | None]]:
-    """Columns and results of a case, method by method, for as long as there is time."""
+    case: Case, points: Tensor, bias: Tensor, args: argparse.Namespace, known: Collection[str],
+    ends: float,
+) -> Iterator[tuple[dict[str, Any], Result | None]]:  # fmt: skip
+    """Columns and results of a case, method by method, for as long as there is time.
+
+    Args:
+        known: methods whose rows are there.
+        ends: nothing is begun after this, see `time.monotonic`.
+    """
     started = time.monotonic()
     methods = truncations(bias, args.rank) | fits(case, points, args) | rivals(bias, args.rank)
+    fits_left = [name for name in (NETWORKS, AS_IN_THE_PAPER) if name not in known]
     for name, method in methods.items():
-        if args.case_s and time.monotonic() - started > args.case_s:
+        if name in known:
+            continue
+        if time.monotonic() > ends:
+            return
+        left = args.case_s - (time.monotonic() - started) if args.case_s else math.inf
+        if left < 0:
             yield {"method": name, "status": f"not begun after {args.case_s:g} s"}, None
             continue
-        for result in method():
+        share = math.inf
+        if name in fits_left:
+            share = max((left - RESERVE_S) / len(fits_left), left / 4)
+            fits_left.remove(name)
+        try:
+            found = method(share)
+        except TookTooLong as why:
+            yield {"method": name, "status": str(why)}, None
+            continue
+        for result in found:
             raw, centred = result.errors(bias)
             yield (
                 {
@@ -310,6 +353,24 @@ def rows_of(
             )
 
 
+Pieces = dict[str, tuple[Tensor, Tensor]]
+
+
+def begin(args: argparse.Namespace) -> tuple[dict[str, set[str]], Pieces]:
+    """Begin the table, or go on with it: methods of each case that are there, and pictures."""
+    path, pieces = args.output / "gravity_and_sphere.csv", args.output / PIECES
+    known: dict[str, set[str]] = {}
+    if args.resume and path.is_file():
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                known.setdefault(row["bias"], set()).add(row["method"])
+        return known, torch.load(pieces, weights_only=True) if pieces.is_file() else {}
+    pieces.unlink(missing_ok=True)
+    with path.open("w", newline="") as file:
+        csv.DictWriter(file, COLUMNS).writeheader()
+    return known, {}
+
+
 def main() -> None:
     """Print and write a row per case and method, and draw."""
     args = arguments()
@@ -320,27 +381,29 @@ def main() -> None:
         if cuda
         else f"CPU, {torch.get_num_threads()} threads"
     )
-    pictures = []
-    with (args.output / "gravity_and_sphere.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, restval="")
-        writer.writeheader()
-        for case in (CASES[name] for name in args.cases):
-            points = case.unseen(args.points, args.device)
-            bias = case.bias(points.double(), points.double())[0]
-            where = {
-                "bias": case.name, "rank": args.rank, "hidden": args.hidden, "tokens": args.tokens,
-                "points": args.points, "seed": args.seed, "device": device,
-                "torch": torch.__version__,
-            }  # fmt: skip
-            for row, result in rows_of(case, points, bias, args):
-                writer.writerow({**where, **row})
-                file.flush()
-                print(case.name, *row.values(), flush=True)
-                if result is not None and result.method == NETWORKS:
-                    pictures.append((case.name, bias, result.approximation))
-    note = f"{device}, {args.points} points, {args.steps} steps, rank {args.rank}"
-    if pictures:
-        draw_pictures(pictures, args.output / "gravity_and_sphere.png", note)
+    ends = time.monotonic() + args.stop_s if args.stop_s else math.inf
+    known, pieces = begin(args)
+    for case in (CASES[name] for name in args.cases):
+        points = case.unseen(args.points, args.device)
+        bias = case.bias(points.double(), points.double())[0]
+        where = {
+            "bias": case.name, "rank": args.rank, "hidden": args.hidden, "tokens": args.tokens,
+            "points": args.points, "seed": args.seed, "device": device,
+            "torch": torch.__version__,
+        }  # fmt: skip
+        for row, result in rows_of(case, points, bias, args, known.get(case.name, ()), ends):
+            if result is not None and result.method == NETWORKS:
+                pieces[case.name] = (bias.cpu(), result.approximation.cpu())
+                torch.save(pieces, args.output / PIECES)
+            with (args.output / "gravity_and_sphere.csv").open("a", newline="") as file:
+                csv.DictWriter(file, COLUMNS, restval="").writerow({**where, **row})
+            print(case.name, *row.values(), flush=True)
+    note = f"{device}, {args.points} points, at most {args.steps} steps, rank {args.rank}"
+    if pieces:
+        shown = [(name, *pieces[name]) for name in CASES if name in pieces]
+        draw_pictures(shown, args.output / "gravity_and_sphere.png", note)
+    if len(pieces) == len(args.cases):
+        (args.output / PIECES).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import fnmatch
+import math
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,19 +23,30 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from whole_models.measuring import OverTheLimit, time_limit
 
 COLUMNS = (
-    "n", "mode", "component", "way", "rank", "ms", "p20_ms", "p80_ms", "once_ms", "steps_200_ms",
-    "peak_mib", "error", "status", "dtype", "device", "torch",
+    "n", "mode", "component", "way", "rank", "ms", "p20_ms", "p80_ms", "replay_ms", "once_ms",
+    "steps_200_ms", "peak_mib", "error", "library_error", "gradient_error",
+    "library_gradient_error", "bias_gradient_error", "status", "dtype", "device", "torch",
 )  # fmt: skip
 #: what tells a row from others
 KEY = ("n", "mode", "component", "way", "rank", "dtype", "device")
 #: denoising steps of a structure
 STEPS = 200
 #: seconds of timed calls per row, at most
-BUDGET_S = 10.0
+BUDGET_S = 4.0
+#: what was running when a process died stands in a file of this name
+MARK = ".running"
+#: a row without errors, because float64 does not fit
+NO_ERROR = "ok, but no memory for its errors"
+#: so many times the error of the plain formula is no rounding any more
+WRONG = 10.0
 
 
 class Stopped(Exception):
     """No further row is begun."""
+
+
+class Broken(Exception):
+    """A call broke the card's context: what follows needs another process."""
 
 
 @dataclass
@@ -41,15 +55,19 @@ class Trial:
 
     Attributes:
         call: what is timed.
-        error: of its output; None where it would say nothing.
+        errors: columns with its errors; None where they would say nothing.
         once_ms: what was made once for many calls took so long; None where nothing was.
         steps: whether a structure takes 200 such calls.
+        exact: another error than rounding means that it is wrong.
+        replays: it can be recorded as a CUDA graph, whose time is on the card alone.
     """
 
     call: Callable[[], Any]
-    error: Callable[[], float] | None = None
+    errors: Callable[[], dict[str, float]] | None = None
     once_ms: float | None = None
     steps: bool = False
+    exact: bool = False
+    replays: bool = False
 
 
 class Table:
@@ -61,7 +79,7 @@ class Table:
         dtype: of their tensors.
         repeats: calls to time.
         limit_s: seconds for a row, preparations and compilation included; 0 means no limit.
-        stop_s: seconds after which no row is begun; 0 means never.
+        ends: no row is begun after this, see `time.monotonic`.
         resume: keep the rows of a file that is there, and measure what it lacks.
         ways: patterns for the ways that are measured.
 
@@ -77,13 +95,13 @@ class Table:
         *,
         repeats: int = 20,
         limit_s: float = 0.0,
-        stop_s: float = 0.0,
+        ends: float = math.inf,
         resume: bool = False,
         ways: Sequence[str] = ("*",),
     ) -> None:
         self.path, self.device = path, torch.device(device)
         self._repeats, self._limit_s, self._ways = repeats, limit_s, tuple(ways)
-        self._stop = time.monotonic() + stop_s if stop_s else float("inf")
+        self._ends = ends
         cuda = self.device.type == "cuda"
         card = torch.cuda.get_device_name(device) if cuda else "CPU"
         self._where = {"dtype": str(dtype)[6:], "device": card, "torch": torch.__version__}
@@ -91,11 +109,14 @@ class Table:
         if resume and path.is_file():
             with path.open(newline="") as file:
                 self.rows = list(csv.DictReader(file))
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, restval="", extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(self.rows)
+        _write(path, self.rows)
         self._known = {_key(row) for row in self.rows}
+        self._mark = path.with_suffix(MARK)
+        if self._mark.is_file():
+            (row,) = csv.DictReader(self._mark.read_text().splitlines())
+            self._mark.unlink()
+            if resume and _key(row) not in self._known:
+                self._add(row | {"status": "failed: the process ended while it ran"})
 
     def wants(self, way: str) -> bool:
         """Whether a way is among those that are measured."""
@@ -110,27 +131,41 @@ class Table:
 
         Raises:
             Stopped: it is too late for another row.
+            Broken: the card's context is lost.
         """
         row = {name: str(facts.get(name, "")) for name in COLUMNS} | self._where
-        if _key(row) in self._known or (row["way"] and not self.wants(row["way"])):
+        if not self.lacks(row):
             return
-        if time.monotonic() > self._stop:
+        if time.monotonic() > self._ends:
             raise Stopped(f"stopped before {row['component']}, {row['way']} at N = {row['n']}")
+        _write(self._mark, [row])
+        lost = False
         try:
             with time_limit(self._limit_s):
                 row |= self._measured(prepare())
-            row["status"] = "ok"
         except OverTheLimit:
             row["status"] = f"over the limit of {self._limit_s:g} s"
         except Exception as problem:  # one peer that cannot must not stop the others
             row["status"] = f"failed: {type(problem).__name__}: {str(problem).splitlines()[:1]}"
+            lost = is_lost(problem)
+        self._add(row)
+        self._mark.unlink()
+        if lost:
+            raise Broken(row["status"])
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def lacks(self, row: dict[str, str]) -> bool:
+        """Whether a row is to be measured, and is not there yet."""
+        return _key(row) not in self._known and (not row["way"] or self.wants(row["way"]))
+
+    def _add(self, row: dict[str, str]) -> None:
         self.rows.append(row)
         self._known.add(_key(row))
         with self.path.open("a", newline="") as file:
-            csv.DictWriter(file, COLUMNS).writerow(row)
-        print(*(row[name] for name in COLUMNS[:13]), flush=True)
+            csv.DictWriter(file, COLUMNS, restval="").writerow(row)
+        shown = COLUMNS[: COLUMNS.index("status") + 1]
+        print(*(row.get(name, "") for name in shown if row.get(name)), flush=True)
 
     def _measured(self, trial: Trial) -> dict[str, str]:
         before = allocated(self.device)
@@ -138,7 +173,14 @@ class Table:
             trial.call, self.device, repeats=self._repeats, before=before, budget_s=BUDGET_S
         )
         once = trial.once_ms
+        status, errors = "ok", {}
+        try:
+            errors = {} if trial.errors is None else trial.errors()
+            status = "wrong" if trial.exact and is_wrong(errors) else "ok"
+        except torch.OutOfMemoryError:
+            status = NO_ERROR
         return {
+            "status": status,
             "ms": f"{found.times.median_ms:.4f}",
             "p20_ms": f"{found.times.p20_ms:.4f}",
             "p80_ms": f"{found.times.p80_ms:.4f}",
@@ -146,14 +188,85 @@ class Table:
             "steps_200_ms": f"{(once or 0) + STEPS * found.times.median_ms:.2f}"
             if trial.steps
             else "",
+            "replay_ms": self._replayed(trial) if trial.replays else "",
             "peak_mib": "" if found.peak_mib is None else f"{found.peak_mib:.0f}",
-            "error": "" if trial.error is None else f"{trial.error():.3g}",
+            **{name: f"{value:.3g}" for name, value in errors.items()},
         }
+
+    def _replayed(self, trial: Trial) -> str:
+        """Milliseconds without Python between kernels; nothing where that cannot be recorded."""
+        if self.device.type != "cuda":
+            return ""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                trial.call()
+        except Exception as problem:
+            if is_lost(problem):
+                raise
+            print(f"  no CUDA graph: {str(problem).splitlines()[:1]}", flush=True)
+            return ""
+        found = measure(graph.replay, self.device, repeats=self._repeats, budget_s=BUDGET_S)
+        return f"{found.times.median_ms:.4f}"
 
     def good(self, **facts: Any) -> list[dict[str, str]]:
         """The rows that were measured here, with these columns."""
         wanted = {**self._where, **{k: str(v) for k, v in facts.items()}, "status": "ok"}
         return [row for row in self.rows if all(row[k] == v for k, v in wanted.items())]
+
+
+class WarmUp(Table):
+    """Calls what is to be measured once, so that it is compiled; measures and writes nothing.
+
+    Args:
+        path: rows of this file are not called.
+        device, dtype, **options: as for the table.
+    """
+
+    #: the others compile nothing
+    COMPILED = ("ours*", "Flex*", "cuEquivariance", "SDPA*")
+
+    def __init__(self, path: Path, device: str, dtype: torch.dtype, **options: Any) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / path.name
+            if path.is_file():
+                copy.write_bytes(path.read_bytes())
+            super().__init__(copy, device, dtype, **{**options, "resume": True})
+
+    def time(self, prepare: Callable[[], Trial], **facts: Any) -> None:
+        row = {name: str(facts.get(name, "")) for name in COLUMNS} | self._where
+        way = row["way"]
+        if not self.lacks(row) or not any(fnmatch.fnmatchcase(way, p) for p in self.COMPILED):
+            return
+        if time.monotonic() > self._ends:
+            raise Stopped("no time to get ready")
+        # whatever happens here happens again, and then it is written
+        with contextlib.suppress(OverTheLimit, Exception), time_limit(self._limit_s):
+            prepare().call()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def is_wrong(errors: dict[str, float]) -> bool:
+    """Whether an exact way is off by more than rounding; NaN is."""
+    for name in ("error", "gradient_error"):
+        if name in errors and not errors[name] <= WRONG * errors[f"library_{name}"]:
+            return True
+    return False
+
+
+def is_lost(problem: Exception) -> bool:
+    """Whether nothing can run on the card any more in this process."""
+    words = ("illegal memory access", "unspecified launch failure", "misaligned address",
+             "device-side assert", "illegal instruction")  # fmt: skip
+    return any(word in str(problem) for word in words)
+
+
+def _write(path: Path, rows: Sequence[dict[str, str]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, restval="", extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def _key(row: dict[str, str]) -> tuple[str, ...]:

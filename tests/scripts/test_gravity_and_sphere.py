@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import csv
+import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +16,10 @@ import torch
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "paper"
 sys.path.insert(0, str(SCRIPTS))
 
+import fit_in_time  # noqa: E402
 import gravity_and_sphere as script  # noqa: E402
+
+from flashbias_convert.decompose.neural_options import FitOptions  # noqa: E402
 
 
 def test_both_forms_of_the_distance_on_a_sphere_agree() -> None:
@@ -38,11 +45,13 @@ def test_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    size = ["--points", "24", "--steps", "2", "--tokens", "16", "--rank", "3", "--hidden", "8"]
-    monkeypatch.setattr(
-        sys, "argv", ["script", *size, "--cases", "gravity", "--output", str(tmp_path)]
-    )
+    options = ["script", "--tiny", "--cases", "gravity", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", options)
     script.main()
+    before = (tmp_path / "gravity_and_sphere.csv").read_text()
+    monkeypatch.setattr(sys, "argv", [*options, "--resume"])
+    script.main()
+    assert (tmp_path / "gravity_and_sphere.csv").read_text() == before
     with (tmp_path / "gravity_and_sphere.csv").open() as file:
         rows = {row["method"]: row for row in csv.DictReader(file)}
     assert len(rows) == 9 and (tmp_path / "gravity_and_sphere.png").stat().st_size > 0
@@ -65,3 +74,51 @@ def test_a_case_ends_in_time(
     with (tmp_path / "gravity_and_sphere.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 8 and all(row["status"].startswith("not begun") for row in rows)
+
+
+class FakeFit:
+    """A fit whose steps and checks take a known time, on a clock of its own."""
+
+    def __init__(self, step: float, check: float) -> None:
+        self.now, self.step, self.check, self.slow = 0.0, step, check, 1.0
+        self.done: list[int] = []
+
+    def __call__(self, options: FitOptions, progress: Callable[[Any], None]) -> Any:
+        at = 0
+        self.done.append(options.steps)
+        while True:
+            self.now += self.check
+            progress(SimpleNamespace(step=at))
+            if at >= options.steps:
+                return options
+            more = min(options.check_every, options.steps - at)
+            at, self.now = at + more, self.now + more * self.step * self.slow
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeFit:
+    made = FakeFit(step=0.01, check=0.5)
+    monkeypatch.setattr(fit_in_time, "time", SimpleNamespace(monotonic=lambda: made.now))
+    return made
+
+
+def test_a_fit_takes_the_steps_that_there_is_time_for(fake: FakeFit) -> None:
+    found = fit_in_time.fit_in(fake, FitOptions(steps=10_000, check_every=500), 60.0)
+    assert 0.6 * 60 < fake.now <= 60 and 0 < found.steps < 10_000
+
+
+def test_a_fit_with_time_enough_takes_all_steps(fake: FakeFit) -> None:
+    assert fit_in_time.fit_in(fake, FitOptions(steps=1000), 60.0).steps == 1000
+    fit_in_time.fit_in(fake, FitOptions(steps=70), math.inf)
+    assert fake.done[-1] == 70
+
+
+def test_a_fit_that_slows_down_is_stopped(fake: FakeFit) -> None:
+    real = fake.__call__
+
+    def slows(options: FitOptions, progress: Callable[[Any], None]) -> Any:
+        fake.slow = 3.0 if options.steps > 100 else 1.0
+        return real(options, progress)
+
+    with pytest.raises(fit_in_time.TookTooLong, match="over the limit of 60 s"):
+        fit_in_time.fit_in(slows, FitOptions(steps=10_000, check_every=100), 60.0)

@@ -15,8 +15,13 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "paper"
 sys.path.insert(0, str(SCRIPTS))
 
 import pairformer as script  # noqa: E402
-import pairformer_block as parts  # noqa: E402
+import pairformer_block as block  # noqa: E402
+import pairformer_core as core  # noqa: E402
+import pairformer_parts as parts  # noqa: E402
 import pairformer_table as table  # noqa: E402
+import pairformer_ways as ways  # noqa: E402
+
+from flashbias_convert.decompose.neural_samples import Sample, mean_loss, squared_size  # noqa: E402
 
 N = 18
 
@@ -24,24 +29,75 @@ N = 18
 def test_ways_agree() -> None:
     """In float64, factors of full rank included; N is no multiple of what masks are padded to."""
     draw = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(N, 2, N, 4, generator=draw).double() for _ in range(3))
+    q, k, v, gate = (torch.randn(N, 2, N, 4, generator=draw).double() for _ in range(4))
     bias = torch.randn(2, N, N, generator=draw).double()
-    expected = (q @ k.mT / 2 + bias).softmax(-1) @ v
-    ways = parts.exact_ways(compiles=False)
-    ways.pop("cuEquivariance", None)
-    for way in (*ways.values(), parts.factors(N), parts.kept(bias, N)):
+    expected = (q @ k.mT / 2 + bias).softmax(-1) @ v * gate.sigmoid()
+    exact = ways.exact_ways(compiles=False)
+    exact.pop("cuEquivariance", None)
+    call = ways.Call(q, k, v, lambda: bias, gate)
+    for way in (*exact.values(), ways.factors(N), ways.kept(bias, N)):
         # factors are fp32
-        torch.testing.assert_close(way(q, k, v, bias), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(way(call), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_kept_factors_ask_for_no_bias() -> None:
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(N, 2, N, 4, generator=draw) for _ in range(3))
+    call = ways.Call(q, k, v, lambda: pytest.fail("a bias was made"))
+    assert ways.kept(torch.randn(2, N, N, generator=draw), 3)(call).isfinite().all()
 
 
 def test_the_ending_node_is_the_starting_one_of_the_transpose() -> None:
-    starting = parts.TriangleAttention(8, 2, 4, starting=True)
-    ending = parts.TriangleAttention(8, 2, 4, starting=False)
+    starting = block.TriangleAttention(8, 2, 4, starting=True)
+    ending = block.TriangleAttention(8, 2, 4, starting=False)
     ending.load_state_dict(starting.state_dict())
     z = torch.randn(N, N, 8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        expected = starting(z.transpose(0, 1), parts.sdpa).transpose(0, 1)
-        torch.testing.assert_close(ending(z, parts.sdpa), expected)
+        expected = starting(z.transpose(0, 1), ways.sdpa).transpose(0, 1)
+        torch.testing.assert_close(ending(z, ways.sdpa), expected)
+        torch.testing.assert_close(ending.bias(z), starting.bias(z.transpose(0, 1)))
+
+
+def test_the_core_is_its_formula_with_padding() -> None:
+    made = core.Core(2 * N, 2, 4, "cpu", torch.float32, compiles=False)
+    assert not made.mask.all()
+    for gated in (True, False):
+        calls = made.calls(gated)
+        for name in ("ours", *(["ours, gate apart"] if gated else [])):
+            found = made.errors(calls[name][0], gated)
+            assert found["error"] <= 2 * found["library_error"]
+        unmasked = made.errors(calls["ours, no mask"][0], gated)["error"]
+        assert unmasked > 0.01  # the mask counts
+
+
+def test_networks_in_closed_form_learn_what_tokens_say() -> None:
+    """A bias of rank 2 in the features, on a structure that was not fitted."""
+    draw = torch.Generator().manual_seed(0)
+    samples = []
+    for _ in range(4):
+        x = torch.randn(300, 3, generator=draw)
+        samples.append(Sample(x, x, (x[:, :2] @ x[:, 1:].mT)[None]))
+    *known, unseen = samples
+    size = squared_size(unseen, "centred")
+    lost = mean_loss(ways.fitted(known[:2], known[2], 8), [unseen], "centred", size)
+    assert lost < 0.05  # 1 is what no bias at all loses
+
+
+def test_gradients_of_ways_agree() -> None:
+    made = parts.Block(12, script.TINY, "cpu", torch.float32, compiles=False)
+    for name in ("starting", "attention", "block"):
+        for way in ("SDPA", "ours, dense"):
+            found = made.gradient_errors(name, made.runners(name)[way]())
+            assert 0 < found["gradient_error"] <= 2 * found["library_gradient_error"]
+            assert 0 < found["bias_gradient_error"] < 1e-5
+
+
+def test_boltz_computes_the_same() -> None:
+    pytest.importorskip("boltz.model.layers.pairformer")
+    made = parts.Block(12, script.TINY, "cpu", torch.float32, compiles=False)
+    for name in (*block.PARTS, "block"):
+        found = made.errors(name, made.boltz(name, False))
+        assert found["error"] <= 2 * found["library_error"]
 
 
 def run(folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> list[dict[str, str]]:
@@ -65,14 +121,62 @@ def test_a_run(
     before, rows = rows, run(tmp_path, monkeypatch, "--resume")
     assert rows[: len(before)] == before  # not measured again
     assert len(rows) == len({tuple(row[name] for name in table.KEY) for row in rows})
-    assert {row["status"] for row in rows if row["way"] != "cuEquivariance"} == {"ok"}
+    only_cards = ("cuEquivariance", "its kernels", "SDPA efficient", "SDPA cudnn")
+    assert {r["status"] for r in rows if not any(w in r["way"] for w in only_cards)} == {"ok"}
     assert (tmp_path / "pairformer.png").stat().st_size > 0
-    assert {row["mode"] for row in rows} == {"inference", "training"}
-    for row in rows:
-        if row["error"] and not row["rank"] and row["way"] != "cuEquivariance":
-            assert float(row["error"]) < 1e-5
-    kept = [row for row in rows if row["way"] == "ours, factors kept"]
-    assert kept and all(float(row["once_ms"]) > 0 and float(row["error"]) > 1e-5 for row in kept)
+    modes = {"inference", "training"}
+    assert {row["mode"] for row in rows} == modes
+    exact = [row for row in rows if row["way"] in ("library", "SDPA", "ours, dense", "ours")]
+    for row in exact:
+        assert float(row["error"]) <= 2 * float(row["library_error"])
+        if row["mode"] == "training":
+            assert float(row["gradient_error"]) <= 2 * float(row["library_gradient_error"])
+    for component in parts.NAMES.values():
+        assert {row["mode"] for row in exact if row["component"] == component} == modes
+    for component in ("block", *(parts.NAMES[site] for site in block.SITES)):
+        own = [r for r in rows if r["component"] == component and r["mode"] == "inference"]
+        kept = [r for r in own if r["way"] == "ours, factors kept"]
+        assert kept and all(float(r["once_ms"]) > 0 and float(r["error"]) > 1e-5 for r in kept)
+        assert all(float(r["error"]) > 1e-5 for r in own if r["way"] == "ours, networks")
+        assert {"ours, networks", "ours, no bias"} <= {row["way"] for row in own}
+
+
+def test_jobs_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in their processes, but one after the other: each gets ready, then measures."""
+    pytest.importorskip("matplotlib")
+
+    def in_turns(job: Any, calls: Any) -> list[Any]:
+        return [job(*arguments, lambda: None) for arguments in calls][:0]
+
+    monkeypatch.setattr(script, "in_turns", in_turns)
+    some = ["--together", "2", "--parts", "core", "--ways", "ours"]
+    rows = run(tmp_path, monkeypatch, *some)
+    assert [(r["n"], r["way"]) for r in rows] == [("12", "ours")] * 2 + [("17", "ours")] * 2
+    assert not list(tmp_path.glob("*.running"))
+
+
+def test_a_row_whose_process_ended_is_a_row(tmp_path: Path) -> None:
+    make_table(tmp_path)
+    facts = {"way": "a", "component": "c", "n": 1, "mode": "m"}
+    running = make_table(tmp_path)
+
+    def dies() -> table.Trial:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        running.time(dies, **facts)
+    (row,) = make_table(tmp_path, resume=True).rows
+    assert "ended while it ran" in row["status"] and row["way"] == "a"
+
+
+def test_a_broken_context_ends_the_process(tmp_path: Path) -> None:
+    def breaks() -> table.Trial:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    made = make_table(tmp_path)
+    with pytest.raises(table.Broken):
+        made.time(breaks, way="a", component="c", n=1, mode="m")
+    assert "illegal memory access" in made.rows[0]["status"]
 
 
 def make_table(path: Path, **options: Any) -> table.Table:
@@ -93,8 +197,18 @@ def test_rows_that_fail_or_take_too_long_say_so(tmp_path: Path) -> None:
     assert not made.good(component="c")
 
 
+def test_a_peer_that_is_wrong_says_so(tmp_path: Path) -> None:
+    made = make_table(tmp_path)
+    for error, exact in ((1.0, True), (float("nan"), True), (1.0, False), (0.02, True)):
+        found = {"error": error, "library_error": 0.01}
+        trial = table.Trial(lambda: None, lambda e=found: e, exact=exact)
+        made.time(lambda t=trial: t, way=str(len(made.rows)), component="c", n=1, mode="m")
+    assert [row["status"] for row in made.rows] == ["wrong", "wrong", "ok", "ok"]
+    assert len(made.good(component="c")) == 2
+
+
 def test_nothing_is_begun_after_the_time_is_up(tmp_path: Path) -> None:
-    made = make_table(tmp_path, stop_s=1e-9)
+    made = make_table(tmp_path, ends=0.0)
     with pytest.raises(table.Stopped, match="before c, a at N = 1"):
         made.time(lambda: table.Trial(lambda: None), way="a", component="c", n=1, mode="m")
     assert made.rows == []
