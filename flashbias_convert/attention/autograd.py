@@ -17,6 +17,7 @@ from .backward import Saved, attention_gradients, empty_gradient
 from .launch import launch
 from .normalize import normalize_rows
 from .packing import parse_spec
+from .precision import without_autocast
 from .registration import empty_output
 from .training_packing import rounded
 
@@ -140,7 +141,8 @@ def _backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Any, ...
     q, k, v, out, lse, head_scale, key_mask, starts, *bias_tensors = ctx.saved_tensors
     spec, scale, start, causal, cosine = ctx.numbers
     found = iter(
-        attention_backward_op(
+        without_autocast(
+            q.device, attention_backward_op,
             dout, q, k, v, out, lse, bias_tensors, spec, scale, head_scale, key_mask, start,
             starts, causal, cosine, wanted,
         )

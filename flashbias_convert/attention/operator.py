@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -17,6 +16,7 @@ from .eager import eager_attention
 from .multiplicative import check_score_scale, repeat_channels
 from .packing import NO_BIAS, pack
 from .positions import place_queries
+from .precision import without_autocast
 from .prepared import PreparedBias
 from .sdpa import sdpa_attention
 from .training_packing import pack_for_training
@@ -109,41 +109,26 @@ def flashbias_attention(
             q, k, v, args = repeat_channels(q, k, v, score_scale, args)
     if eager:
         reference = partial(eager_attention, score_scale=score_scale)
-        return gated(_without_autocast(reference, q, k, v, terms, args), gate)
+        return gated(without_autocast(q.device, reference, q, k, v, terms, args), gate)
     if backend == "sdpa":
-        return gated(_without_autocast(sdpa_attention, q, k, v, terms, args), gate)
+        return gated(without_autocast(q.device, sdpa_attention, q, k, v, terms, args), gate)
     training = wants_gradients(q, k, v, prepared, args)
     problem = device_problem(q.device) or call_problem(q, v, prepared, training)
     if problem is None and training:
-        return gated(training_attention(q, k, v, prepared, args), gate)
+        return gated(without_autocast(q.device, training_attention, q, k, v, prepared, args), gate)
     if problem is None:
-        return triton_attention(q, k, v, prepared, args, score_bound)
+        return without_autocast(q.device, triton_attention, q, k, v, prepared, args, score_bound)
     if backend == "triton":
         raise UnsupportedTermError(
             f"the triton backend cannot run this call: {problem}", "use backend='auto'"
         )
     warn_once(problem)
-    return gated(_without_autocast(sdpa_attention, q, k, v, terms, args), gate)
+    return gated(without_autocast(q.device, sdpa_attention, q, k, v, terms, args), gate)
 
 
 def gated(out: Tensor, gate: Tensor | None) -> Tensor:
     """An output times the sigmoid of its gate, in its dtype."""
     return out if gate is None else out * gate.sigmoid().to(out.dtype)
-
-
-def _without_autocast(
-    attention: Callable[[Tensor, Tensor, Tensor, ScoreBias | None, AttentionArguments], Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: ScoreBias | None,
-    args: AttentionArguments,
-) -> Tensor:
-    """Run a backend in the precision that it chooses itself; autocast would round its products."""
-    if not torch.is_autocast_enabled(q.device.type):
-        return attention(q, k, v, bias, args)
-    with torch.autocast(q.device.type, enabled=False):
-        return attention(q, k, v, bias, args)
 
 
 def triton_attention(

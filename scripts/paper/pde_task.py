@@ -16,16 +16,43 @@ import torch
 from torch import Tensor
 
 
-def surface_points(path: Path, count: int, seed: int) -> Tensor:
+def _sphere(count: int, generator: np.random.Generator) -> np.ndarray:
+    points = generator.normal(size=(count, 3))
+    return points / np.linalg.norm(points, axis=1, keepdims=True)
+
+
+def _torus(count: int, generator: np.random.Generator) -> np.ndarray:
+    """Radii 1 and `TUBE`; where the tube's angle is small, the surface is wider."""
+    tube = np.empty(0)
+    while len(tube) < count:
+        angle, kept = generator.random((2, 2 * count))
+        angle = 2 * np.pi * angle
+        tube = np.concatenate([tube, angle[kept < (1 + TUBE * np.cos(angle)) / (1 + TUBE)]])
+    tube, ring = tube[:count], 2 * np.pi * generator.random(count)
+    out = 1 + TUBE * np.cos(tube)
+    return np.stack([out * np.cos(ring), out * np.sin(ring), TUBE * np.sin(tube)], axis=1)
+
+
+TUBE = 0.4
+#: surfaces without a file: what draws points on them by area, and the radius of the ball around
+SURFACES = {"torus": (_torus, 1 + TUBE), "sphere": (_sphere, 1.0)}
+
+
+def surface_points(surface: Path | str, count: int, seed: int) -> Tensor:
     """Points on a surface, fp32 (count, 3), centred and within the unit ball.
 
     Args:
-        path: a mesh, from whose triangles points are drawn by area; or points, ``.npy`` (N, 3), of
-            which some are drawn. A ``.ply`` of text needs nothing else, other meshes trimesh.
+        surface: a mesh, from whose triangles points are drawn by area; points, ``.npy`` (N, 3), of
+            which some are drawn; or one of `SURFACES`. A ``.ply`` of text needs nothing else,
+            other meshes trimesh.
         count: how many.
         seed: of the draw.
     """
     generator = np.random.default_rng(seed)
+    if str(surface) in SURFACES:
+        draw, radius = SURFACES[str(surface)]
+        return torch.from_numpy((draw(count, generator) / radius).astype(np.float32))
+    path = Path(surface)
     if path.suffix == ".npy":
         every = np.load(path).astype(np.float64)
         if len(every) < count:
@@ -60,8 +87,13 @@ def read_mesh(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Vertices (V, 3) in fp64 and triangles (F, 3)."""
     if path.suffix == ".ply" and path.read_bytes()[:64].split(b"\n")[1].startswith(b"format ascii"):
         return _read_text_ply(path)
-    import trimesh
-
+    try:
+        import trimesh  # type: ignore[import-not-found]
+    except ImportError as problem:
+        raise SystemExit(
+            f"{path} needs trimesh: pip install 'flashbias-convert[mesh]'; the surfaces "
+            f"{', '.join(SURFACES)} need no file"
+        ) from problem
     mesh = trimesh.load(path, force="mesh")
     return np.asarray(mesh.vertices, np.float64), np.asarray(mesh.faces)
 

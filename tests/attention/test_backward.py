@@ -287,3 +287,16 @@ def test_autocast_and_a_loss_scale(kernel: str, device: torch.device) -> None:
     scaler.update()
     assert scaler.get_scale() == 1024.0
     assert all(not torch.equal(p, b) for p, b in zip(phi, before, strict=True))
+
+
+@pytest.mark.parametrize("target", [torch.float16, torch.bfloat16])
+def test_autocast_changes_no_gradient(
+    target: torch.dtype, kernel: str, device: torch.device
+) -> None:
+    """Not even where it is set to another half precision than that of factors, or goes backward."""
+    x = Inputs(device, torch.float16, n=11)
+    bias = x.bias(x.rows(x.low_rank(3)), x.low_rank(2), x.table())
+    expected = gradients(x, bias, of_backend(kernel), causal=True)
+    with torch.autocast(device.type, target):
+        found = gradients(x, bias, of_backend(kernel), causal=True)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

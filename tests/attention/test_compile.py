@@ -155,6 +155,22 @@ def test_autocast_changes_nothing(dtype: torch.dtype, backend: str, device: torc
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("target", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("prepared", [False, True])
+def test_autocast_changes_nothing_where_entries_start_elsewhere(
+    prepared: bool, target: torch.dtype, backend: str, device: torch.device
+) -> None:
+    """Factors in fp16 and positions by batch entry, which are packed in the call."""
+    x = Inputs(device, torch.float16, n=3, m=20)
+    bias = x.bias(x.low_rank(), x.low_rank(2), x.alibi())
+    given = PreparedBias(bias) if prepared else bias
+    options = {"backend": backend, "causal": True, "query_start": torch.tensor([4, 17])}
+    expected = flashbias_attention(x.q, x.k, x.v, bias, **options)
+    with torch.autocast(device.type, target):
+        out = flashbias_attention(x.q, x.k, x.v, given, **options)
+    assert torch.equal(out, expected)
+
+
 @pytest.mark.parametrize("prepared", [False, True])
 def test_the_kernel_call_is_traced_whole(
     prepared: bool, monkeypatch: pytest.MonkeyPatch, device: torch.device

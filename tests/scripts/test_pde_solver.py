@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "paper"
-sys.path.insert(0, str(SCRIPTS))
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path[:0] = [str(SCRIPTS / "paper"), str(SCRIPTS)]
 
+import pde_bench  # noqa: E402
 import pde_peers  # noqa: E402
 import pde_solver as script  # noqa: E402
+import pde_table  # noqa: E402
 import pde_task  # noqa: E402
+import pde_training  # noqa: E402
 
 #: a cube of sides 2 around (5, 0, 0), its faces squares
 CORNERS = [(x, y, z) for x in (4, 6) for y in (-1, 1) for z in (-1, 1)]
@@ -85,6 +89,55 @@ def test_every_peer_that_runs_here_computes_the_same(cube: Path) -> None:
     assert min(wrong) > 0.1
 
 
+def test_surfaces_without_a_file() -> None:
+    for name in pde_task.SURFACES:
+        points = pde_task.surface_points(name, 20_000, 0)
+        assert points.shape == (20_000, 3) and points.dtype == torch.float32
+        assert torch.equal(points, pde_task.surface_points(name, 20_000, 0))
+    sphere, torus = (pde_task.surface_points(x, 20_000, 0).double() for x in ("sphere", "torus"))
+    assert torch.allclose(sphere.norm(dim=1), torch.ones(20_000).double(), atol=1e-6)
+    tube, torus = pde_task.TUBE, torus * (1 + pde_task.TUBE)
+    ring = torus[:, :2].norm(dim=1) - 1
+    assert torch.allclose(ring**2 + torus[:, 2] ** 2, torch.full_like(ring, tube**2), atol=1e-6)
+    # by area: half of the points and (2 r / pi R) / 2 more lie outside of the ring of radius R
+    expected = 0.5 + tube / math.pi
+    outside = float((ring > 0).double().mean())
+    assert abs(outside - expected) < 5 * (expected * (1 - expected) / 20_000) ** 0.5
+    assert sphere.mean(0).abs().max() < 5 * (1 / 3 / 20_000) ** 0.5
+
+
+@pytest.mark.parametrize("suffix", ["glb", "ply"])
+def test_a_mesh_that_trimesh_reads(suffix: str, tmp_path: Path) -> None:
+    trimesh = pytest.importorskip("trimesh")
+    path = tmp_path / f"box.{suffix}"
+    path.write_bytes(trimesh.creation.box((2.0, 2.0, 2.0)).export(file_type=suffix))
+    points = pde_task.surface_points(path, 500, 0)
+    side = torch.full((500,), 3**-0.5)  # of the cube whose corners lie on the unit sphere
+    assert torch.allclose(points.abs().max(-1).values, side, atol=1e-6)
+
+
+def test_a_mesh_that_needs_trimesh_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trimesh", None)
+    with pytest.raises(SystemExit, match="torus, sphere need no file"):
+        pde_task.surface_points(tmp_path / "car.glb", 10, 0)
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows run in this process; one that raises SystemExit has died."""
+
+    def in_turns(job: Any, calls: list[Any], *, seconds: float | None = None) -> list[Any]:
+        lost = []
+        for call in calls:
+            try:
+                job(*call, lambda: None)
+            except SystemExit:
+                lost.append(call)
+        return lost
+
+    monkeypatch.setattr(pde_bench, "in_turns", in_turns)
+
+
 def run(monkeypatch: pytest.MonkeyPatch, *words: Any) -> None:
     monkeypatch.setattr(sys, "argv", ["script", *map(str, words)])
     script.main()
@@ -93,32 +146,92 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: Any) -> None:
 SIZES = ("--layers", 1, "--backend", "sdpa", "--device", "cpu", "--dtype", "float32")
 
 
-def test_a_run_of_training(tmp_path: Path, cube: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_run_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     short = ("--points", 32, "--steps", 3, "--check-every", 2, "--fields", 2)
-    run(monkeypatch, "train", cube, *short, *SIZES, "--output", tmp_path)
-    with (tmp_path / "pde_solver.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["model"] for row in rows] == ["with distances", "without"]
-    assert all(0 < float(row["error"]) < 10 and row["points"] == "32" for row in rows)
+    run(monkeypatch, "train", *short, *SIZES, "--output", tmp_path)
+    rows = rows_of(tmp_path / "pde_solver.csv")
+    assert [row["model"] for row in rows] == [pde_training.WITH, pde_training.WITHOUT]
+    for row in rows:
+        assert 0 < float(row["error"]) < 10 and row["points"] == "32" and row["steps"] == "3"
+        assert row["surface"] == "torus"
     assert (tmp_path / "pde_solver.png").stat().st_size > 0
+    told = (tmp_path / "pde_solver.md").read_text()
+    assert f"{float(rows[0]['error']):.4f}" in told and "15.8%" in told
+
+
+def test_training_ends_with_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both models get the steps for which the first one had time."""
+    clock = iter(range(10**6))
+    monkeypatch.setattr(pde_training.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(pde_training, "draw", lambda *_: None)
+    short = ("--points", 16, "--check-every", 100, "--fields", 1, "--minutes", 0.3)
+    run(monkeypatch, "train", "sphere", *short, *SIZES, "--output", tmp_path)
+    steps = [int(row["steps"]) for row in rows_of(tmp_path / "pde_solver.csv")]
+    assert steps == [9, 9]  # each has nine seconds, and looks at the clock once a step
+
+
+def test_the_learning_rate_goes_up_and_down() -> None:
+    rates = [pde_training.rate(i / 100) for i in range(100)]
+    top = rates.index(max(rates))
+    assert top == 100 * pde_training.WARM and rates[top] == 1
+    assert rates[: top + 1] == sorted(rates[: top + 1])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
+    assert 0 < rates[-1] < 1e-3 and rates[0] > 0
 
 
 def test_a_run_of_the_clock(tmp_path: Path, cube: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setitem(script.PEERS, pde_peers.FLEX, fails)
-    short = ("--points", 24, 32, "--repeats", 3, "--peers")
-    peers = (pde_peers.OURS, pde_peers.NO_BIAS, pde_peers.SDPA, pde_peers.FLEX)
-    run(monkeypatch, "bench", cube, *short, *peers, *SIZES, "--output", tmp_path)
-    with (tmp_path / "pde_solver_speed.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 2 * (3 * 2 + 1)
+    def dies() -> Any:
+        raise SystemExit(1)
+
+    monkeypatch.setitem(pde_bench.PEERS, pde_peers.FLEX, fails)
+    monkeypatch.setitem(pde_bench.PEERS, pde_peers.FLEX_DENSE, dies)
+    kernel = tmp_path / "halves.py"
+    kernel.write_text(KERNEL)
+    short = ("--points", 24, 32, "--repeats", 3, "--kernel", kernel, "--output", tmp_path)
+    run(monkeypatch, "bench", cube, *short, *SIZES)
+    rows = rows_of(tmp_path / "pde_solver_speed.csv")
+    assert len(rows) == 2 * 2 * (len(pde_peers.PEERS) + 1)
+    states = {pde_peers.FLEX: pde_bench.OUT_OF_MEMORY, pde_peers.FLEX_DENSE: pde_bench.CRASHED}
+    correct = {pde_peers.NO_BIAS: "no bias", "halves": "False"}
     for row in rows:
-        if row["peer"] == pde_peers.FLEX:
-            assert row["status"] == "out of memory" and not row["median_ms"]
-            continue
-        assert row["status"] == "ok" and float(row["median_ms"]) > 0
-        no_bias = row["peer"] == pde_peers.NO_BIAS
-        assert row["correct"] == ("no bias" if no_bias else "True")
+        assert row["status"] == states.get(row["peer"], "ok")
+        assert bool(row["median_ms"]) == (row["status"] == "ok")
+        if row["status"] == "ok":
+            assert row["correct"] == correct.get(row["peer"], "True"), row
+    told = (tmp_path / "pde_solver_speed.md").read_text()
+    assert "OOM" in told and "(wrong)" in told and "paper, A100: FlashBias" in told
+    run(monkeypatch, "bench", cube, *short, *SIZES, "--resume")
+    assert rows_of(tmp_path / "pde_solver_speed.csv") == rows
+    run(monkeypatch, "bench", cube, *short, *SIZES, "--stop-s", -1)
+    assert not rows_of(tmp_path / "pde_solver_speed.csv")
+
+
+#: rounds its factors to half precision, as the signature says
+KERNEL = """
+import torch
+def attn(q, k, v, pq, pk):
+    bias = (pq.float() @ pk.float().mT) * torch.log(torch.tensor(2.0))
+    return (q @ k.mT * q.shape[-1] ** -0.5 + bias).softmax(-1) @ v
+"""
+
+
+def test_the_table_has_the_shape_of_the_papers() -> None:
+    rows = [{"peer": p, "points": str(n), "phase": phase, "status": "ok", "correct": c,
+             "peak_mib": "1024", "s_per_100": ms, "median_ms": ms, "layers": "8", "dtype": "x",
+             "device": "y"}
+            for p, c, ms in (("flashbias", "True", "2"), ("a", "True", "5"), ("b", "False", "1"))
+            for n in pde_table.PAPER_SIZES for phase in pde_table.PHASES]  # fmt: skip
+    table = pde_table.cells(rows)
+    assert table["flashbias"] == ["1.00 / 2.00"] * 6
+    assert table["b"] == ["1.00 / 1.00 (wrong)"] * 6
+    assert table["paper, A100: FlashBias"] == list(pde_table.PAPER["FlashBias"])
+    assert pde_table.ratios(rows) == ["2.50x (a)"] * 6
