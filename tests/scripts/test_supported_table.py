@@ -101,6 +101,19 @@ def test_gains_are_those_of_the_benchmark(tmp_path: Path) -> None:
     assert "| not measured |" in supported_table.converted_table([TOY], {})
 
 
+def test_gains_of_cuda_graphs_come_first(tmp_path: Path) -> None:
+    """Of several models the smallest of each; a model without a graph says nothing of graphs."""
+    path = tmp_path / "families.csv"
+    table = writing.Table(path)
+    for model, ours, graphs in (("a, x", "5.0", ("4.0", "2.0")), ("a, y", "1.0", ("3.0", "2.0"))):
+        table.add(row(model, "original-compiled", "2.0") | {"replay_ms": graphs[0]})
+        table.add(row(model, "ours-compiled", ours) | {"replay_ms": graphs[1]})
+    table.add(row("b, x", "original-compiled", "2.0") | {"replay_ms": "1.0"})
+    table.add(row("b, x", "ours-compiled", "1.0"))
+    found = supported_table.measured_gains(path)
+    assert found == {"a": "1.5x / 0.40x, H200, bf16", "b": "2.0x, H200, bf16"}
+
+
 def test_a_new_measurement_makes_the_readme_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
