@@ -42,15 +42,20 @@ def importable() -> bool:
     """Whether Boltz's layers are there, and what they need."""
     if importlib.util.find_spec("boltz") is None:
         return False
+    lacking = False
     try:
         import scipy.stats  # type: ignore[import-untyped]  # noqa: F401
     except ImportError:
+        lacking = True
         _draw_without_scipy()
     try:
         import boltz.model.layers.pairformer  # type: ignore[import-not-found]  # noqa: F401
     except ImportError as missing:
         print(f"without boltz: {missing}", flush=True)
         return False
+    finally:
+        for name in ("scipy", "scipy.stats") if lacking else ():
+            del sys.modules[name]
     return True
 
 
