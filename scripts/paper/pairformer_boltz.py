@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+import types
 from collections.abc import Callable
 
+import numpy
 import torch
 from pairformer_block import AttentionPairBias, Pairformer
 from torch import Tensor, nn
@@ -39,12 +42,30 @@ def importable() -> bool:
     """Whether Boltz's layers are there, and what they need."""
     if importlib.util.find_spec("boltz") is None:
         return False
+    lacking = False
+    try:
+        import scipy.stats  # type: ignore[import-untyped]  # noqa: F401
+    except ImportError:
+        lacking = True
+        _draw_without_scipy()
     try:
         import boltz.model.layers.pairformer  # type: ignore[import-not-found]  # noqa: F401
     except ImportError as missing:
         print(f"without boltz: {missing}", flush=True)
         return False
+    finally:
+        for name in ("scipy", "scipy.stats") if lacking else ():
+            del sys.modules[name]
     return True
+
+
+def _draw_without_scipy() -> None:
+    """Boltz draws its weights with scipy's `truncnorm`; here ours take their place anyway."""
+    drawn = types.SimpleNamespace(std=lambda *_, **__: 1.0,
+                                  rvs=lambda *_, size, **__: numpy.zeros(size))  # fmt: skip
+    scipy, stats = types.ModuleType("scipy"), types.ModuleType("scipy.stats")
+    scipy.stats, stats.truncnorm = stats, drawn  # type: ignore[attr-defined]
+    sys.modules |= {"scipy": scipy, "scipy.stats": stats}
 
 
 @torch.no_grad()
