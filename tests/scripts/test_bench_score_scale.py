@@ -33,9 +33,9 @@ def test_it_pays_up_to_the_first_rank_at_which_another_way_is_faster() -> None:
 
 def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "table.csv"
-    words = ["--sizes", "8", "--ranks", "1", "2", "--tokens", "16", "--heads", "2", "--repeats",
-             "3", "--no-flex", "--backend", "sdpa", "--dtype", "float32", "--device", "cpu"]  # fmt: skip
-    monkeypatch.setattr(sys, "argv", ["script", *words, "--output", str(output)])
+    sizes = "--sizes 8 --ranks 1 2 --tokens 16 --heads 2 --repeats 3 --no-flex --backend sdpa"
+    words = [*sizes.split(), "--dtype", "float32", "--device", "cpu", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["script", *words])
     script.main()
     with output.open() as file:
         rows = list(csv.DictReader(file))
