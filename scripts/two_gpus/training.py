@@ -72,10 +72,14 @@ def losses_problem(two: list[Tensor], one: list[Tensor], truth: list[Tensor], x:
 
 
 def prepared(name: str, size: str) -> tuple[nn.Module, Tensor]:
-    """A model whose terms are trained with all else, and inputs."""
+    """A model whose terms are trained with all else, and inputs: a half of those that are served.
+
+    Steps in float64 keep everything for the backward pass.
+    """
     from flashbias_convert import patch_model
 
     model, x = make(name, size)
+    x = x[: len(x) // 2]
     for module in model.modules():
         if hasattr(module, "drop_prob"):  # random depth would differ between processes
             module.drop_prob = 0.0
