@@ -126,7 +126,8 @@ def run(case: str, options: argparse.Namespace, place: torch.device, rank: int) 
 
     way = case.split()[0]
     ways = {"device_map": over_layers, "offload": offloaded, "plan": planned}
-    chosen = (ways | dict.fromkeys(SERVED, served) | dict.fromkeys(TRAINED, trained)).get(way, shared_out)
+    ways |= dict.fromkeys(SERVED, served) | dict.fromkeys(TRAINED, trained)
+    chosen = ways.get(way, shared_out)
     found: dict[str, Any] = chosen(case, options, place, rank)
     return found
 
