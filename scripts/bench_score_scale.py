@@ -1,19 +1,25 @@
 """Up to which rank does a factor on the scores pay? Beside the matrix of factors, on one card.
 
-python scripts/bench_score_scale.py [--sizes 32 64] [--ranks 1 2 3 4 5 6 8] [--output FILE.csv]
+python scripts/bench_score_scale.py [--sizes 16 32 64 128] [--ranks 1 2 ...] [--output FILE.csv]
 
 softmax(scale (q k^T) * b) v with b of rank R is computed with head size R D. Beside it: plain torch
 operations, which make the matrix b in every call, and compiled FlexAttention, which reads one that
 was made beforehand and gives no gradient for it. Forward, and forward plus backward. Ranks above
 `largest_rank`, which `flashbias_attention` refuses (column `accepted`), are timed through the same
-channels. `error` is that of the output against float64.
+channels; where rows are longer than the Triton kernels take (column `kernel`), `auto` is torch's
+attention. `error` is that of the output against float64; a way that is off by more than `WRONG` is
+wrong, and compared with nobody. For every head size the largest rank up to which ours takes no
+longer than the best of the others is printed and written to FILE.md, beside the one that is
+accepted. Sizes and ranks that the clock leaves out (`--stop-s`) are told.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +28,17 @@ from torch import Tensor
 
 from flashbias_convert import LowRank, flashbias_attention
 from flashbias_convert.attention.arguments import check_arguments
+from flashbias_convert.attention.backends import MAX_HEAD_SIZE
 from flashbias_convert.attention.multiplicative import largest_rank, repeat_channels
 from flashbias_convert.benchmark.timing import measure
 
 ROOT = Path(__file__).resolve().parent.parent
-COLUMNS = ("way", "rank", "d", "n", "heads", "accepted", "forward_ms", "both_ms", "peak_mib",
-           "error", "status", "dtype", "device", "torch")  # fmt: skip
+OURS = "flashbias"
+RANKS = [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20]
+#: Relative error from which on an output is wrong: rounding to bf16 gives 2e-3 to 1e-2.
+WRONG = 0.03
+COLUMNS = ("way", "rank", "d", "n", "heads", "accepted", "kernel", "forward_ms", "both_ms",
+           "peak_mib", "error", "status", "dtype", "device", "torch")  # fmt: skip
 Attend = Callable[[Tensor, Tensor, Tensor, LowRank], Tensor]
 
 
@@ -84,19 +95,49 @@ def timed(attend: Attend, inputs: list[Tensor], args: argparse.Namespace) -> dic
     return {
         "forward_ms": f"{first.times.median_ms:.4f}", "both_ms": f"{second.times.median_ms:.4f}",
         "peak_mib": "" if second.peak_mib is None else f"{second.peak_mib:.0f}",
-        "error": f"{float(wrong):.2e}", "status": "ok",
+        "error": f"{float(wrong):.2e}", "status": "ok" if float(wrong) < WRONG else "wrong",
     }  # fmt: skip
+
+
+def pays(rows: list[dict[str, Any]], d: int, clock: str) -> int:
+    """The largest measured rank up to which ours is no slower than the best correct other way.
+
+    0 if it is slower from the start; a rank above which it is faster again does not count.
+    """
+    most = 0
+    own = [r for r in rows if int(r["d"]) == d and r["status"] == "ok"]
+    for rank in sorted({int(r["rank"]) for r in rows if int(r["d"]) == d}):
+        times = {r["way"]: float(r[clock]) for r in own if int(r["rank"]) == rank}
+        others = [t for way, t in times.items() if way != OURS]
+        if OURS not in times or (others and times[OURS] > min(others)):
+            break
+        most = rank
+    return most
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Markdown: where it stops paying by the clock, and what is accepted."""
+    out = ["| head size | pays, forward | pays, forward and backward | accepted | by the kernels |",
+           "|---|---|---|---|---|"]  # fmt: skip
+    for d in dict.fromkeys(int(r["d"]) for r in rows):
+        cells = [pays(rows, d, clock) for clock in ("forward_ms", "both_ms")]
+        cells += [largest_rank(d), min(largest_rank(d), MAX_HEAD_SIZE // d)]
+        out.append(f"| {d} | {' | '.join(map(str, cells))} |")
+    ranks = sorted({int(r["rank"]) for r in rows})
+    out += ["", f"Ranks that were measured: {', '.join(map(str, ranks))}. {rows[0]['device']}."]
+    return "\n".join(out) + "\n"
 
 
 def main() -> None:
     """Print and write a row per way, rank and head size."""
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[32, 64])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6, 8])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[16, 32, 64, 128])
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--stop-s", type=float, default=math.inf, help="begin no rank after")
     parser.add_argument("--no-flex", action="store_true")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"),
@@ -106,36 +147,53 @@ def main() -> None:
         "--output", type=Path, default=ROOT / "scripts/results/bench_score_scale.csv"
     )
     args = parser.parse_args()
-    dtype, n, heads = getattr(torch, args.dtype), args.tokens, args.heads
     args.output.parent.mkdir(parents=True, exist_ok=True)
+    started, rows = time.monotonic(), []
     with args.output.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         for d in args.sizes:
             for rank in args.ranks:
-                torch.manual_seed(0)
-                draw = {"device": args.device}
-                qkv = [torch.randn(1, heads, n, d, **draw).to(dtype) for _ in range(3)]
-                factors = [torch.randn(heads, n, rank, **draw) / rank**0.25 for _ in range(2)]
-                inputs = [x.requires_grad_() for x in (*qkv, *factors)]
-                term = LowRank(phi_q=factors[0], phi_k=factors[1])
-                ways: dict[str, Attend] = {"flashbias": ours(args.backend), "formula": formula}
-                if not args.no_flex:
-                    ways["FlexAttention, matrix"] = flex(term, n, dtype)
-                for way, attend in ways.items():
-                    row = {"way": way, "rank": rank, "d": d, "n": n, "heads": heads,
-                           "accepted": rank <= largest_rank(d), "dtype": args.dtype,
-                           "torch": torch.__version__,
-                           "device": torch.cuda.get_device_name() if cuda else "CPU"}  # fmt: skip
-                    try:
-                        row |= timed(attend, inputs, args)
-                    except (RuntimeError, NotImplementedError, ValueError) as problem:
-                        out = isinstance(problem, torch.OutOfMemoryError)
-                        row["status"] = "out of memory" if out else str(problem)[:100]
-                    torch._dynamo.reset()
+                if time.monotonic() - started > args.stop_s:
+                    print(f"head size {d}, rank {rank}: not measured")
+                    continue
+                for row in rows_of(d, rank, args):
+                    rows.append(row)
                     writer.writerow(row)
                     file.flush()
                     print(row, flush=True)
+    if rows:
+        args.output.with_suffix(".md").write_text(summary(rows))
+        print(summary(rows))
+
+
+def rows_of(d: int, rank: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row per way."""
+    dtype, n, heads = getattr(torch, args.dtype), args.tokens, args.heads
+    torch.manual_seed(0)
+    draw = {"device": args.device}
+    qkv = [torch.randn(1, heads, n, d, **draw).to(dtype) for _ in range(3)]
+    factors = [torch.randn(heads, n, rank, **draw) / rank**0.25 for _ in range(2)]
+    inputs = [x.requires_grad_() for x in (*qkv, *factors)]
+    term = LowRank(phi_q=factors[0], phi_k=factors[1])
+    ways: dict[str, Callable[[], Attend]] = {
+        OURS: lambda: ours(args.backend), "formula": lambda: formula,
+    }  # fmt: skip
+    if not args.no_flex:
+        ways["FlexAttention, matrix"] = lambda: flex(term, n, dtype)
+    cuda = torch.device(args.device).type == "cuda"
+    for way, make in ways.items():
+        row = {"way": way, "rank": rank, "d": d, "n": n, "heads": heads, "dtype": args.dtype,
+               "accepted": rank <= largest_rank(d), "kernel": rank * d <= MAX_HEAD_SIZE,
+               "torch": torch.__version__,
+               "device": torch.cuda.get_device_name() if cuda else "CPU"}  # fmt: skip
+        try:
+            row |= timed(make(), inputs, args)
+        except (RuntimeError, NotImplementedError, ValueError) as problem:
+            out = isinstance(problem, torch.OutOfMemoryError)
+            row["status"] = "out of memory" if out else str(problem)[:100]
+        torch._dynamo.reset()
+        yield row
 
 
 if __name__ == "__main__":

@@ -9,10 +9,12 @@ What serves on two is compared with what serves on one: both with the same model
 whose outputs two may be twice as far off as one, as in the tests. DDP and FSDP2 take a half of the
 batch each, tensor parallelism all of it with a half of the heads, `device_map` a half of the
 layers; `offload` keeps all weights on the CPU, by accelerate, and `plan` is a model that
-transformers splits by its own plan as it loads it. Two processes that share a card show that the
-kernels do the same there; their times say nothing. Work that is shared out (SVDs of all sites, a
-calibration, fits of layers, factors of many structures) must give the same bits. `held` is what
-parameters and buffers take on the fuller device, `peak` what a call takes beside them.
+transformers splits by its own plan as it loads it. Training (`train-ddp`, `train-fsdp`: terms and
+all else) is compared step by step, by losses and by how far weights have moved. Two processes that
+share a card show that the kernels do the same there; their times say nothing. Work that is shared
+out (SVDs of all sites, a calibration, fits of layers, factors of many structures) must give the
+same bits. `held` is what parameters and buffers take on the fuller device, `peak` what a call takes
+beside them.
 
 Two processes run one case after the other. A case that fails, or takes longer than --limit-s, ends
 these two, and others go on with the next one. After --stop-s what is left is told as skipped. Rows
@@ -38,6 +40,7 @@ SCRIPT = Path(__file__).resolve()
 RESULTS = SCRIPT.parent / "results/check_two_gpus.csv"
 SERVED = ("tensor", "ddp", "fsdp")
 PLANNED = ("plan ocr",)
+TRAINED = ("train-ddp", "train-fsdp")
 OFFLINE = ("svd swin", "calibrate swin", "fit pairs", "structures pairs")
 COLUMNS = (
     "way", "model", "dtype", "status", "reason", "same_bits", "max_error_two", "max_error_one",
@@ -107,7 +110,8 @@ def cases(options: argparse.Namespace) -> dict[str, list[str]]:
     alone = ("offload",) if options.device == SHARED_CARD else ("device_map", "offload")
     layers = [f"{way} {m} {d}" for way in alone for d in dtypes for m in ("swin", "bloom")]
     planned = [f"{case} float32" for case in PLANNED]
-    every = {"pair": [*served[:6], *planned, *offline, *served[6:]], "alone": layers}
+    trained = [f"{way} {m} {d}" for d in dtypes for m in ("swin", "bloom") for way in TRAINED]
+    every = {"pair": [*served[:6], *planned, *offline, *served[6:], *trained], "alone": layers}
     return {
         kind: [case for case in some if fnmatch.fnmatch(case, options.only)]
         for kind, some in every.items()
@@ -118,10 +122,12 @@ def run(case: str, options: argparse.Namespace, place: torch.device, rank: int) 
     """One case, in one of its processes."""
     from two_gpus.offline import shared_out
     from two_gpus.serving import offloaded, over_layers, planned, served
+    from two_gpus.training import trained
 
     way = case.split()[0]
     ways = {"device_map": over_layers, "offload": offloaded, "plan": planned}
-    chosen = {**ways, **dict.fromkeys(SERVED, served)}.get(way, shared_out)
+    ways |= dict.fromkeys(SERVED, served) | dict.fromkeys(TRAINED, trained)
+    chosen = ways.get(way, shared_out)
     found: dict[str, Any] = chosen(case, options, place, rank)
     return found
 

@@ -15,7 +15,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import check_two_gpus as script
-from two_gpus import offline
+from two_gpus import offline, training
+from two_gpus.measuring import judged
 
 #: stands for the script in its processes: "hang" hangs, "die" ends with a reason, others pass
 WORKER = """
@@ -117,3 +118,24 @@ def test_other_bits_fail() -> None:
     assert offline.difference({"a": x}, {"a": x.nextafter(2 * x)}) == "a differs"
     assert "other parts" in offline.difference({"a": x}, {"b": x})
     assert "other parts" in offline.difference({"a": 1}, {"a": 1})  # nothing was compared
+
+
+@pytest.mark.parametrize("name", ["swin", "bloom"])
+def test_training_on_a_half_of_the_batch_is_not_the_same(name: str) -> None:
+    """What two processes would do that do not share their gradients; the whole batch passes."""
+    pytest.importorskip({"swin": "timm", "bloom": "transformers"}[name])
+    import copy
+
+    model, x = training.prepared(name, "tiny")
+    assert sum(".score_bias." in n for n in training._weights(model)) or name == "bloom"
+    wide = x.double() if x.is_floating_point() else x
+    truth = training.steps(copy.deepcopy(model).double(), wide, None)
+    one = training.steps(copy.deepcopy(model), x, torch.float32)
+    half = training.steps(model, x[:1], torch.float32)
+    assert judged(one[1], one[1], truth[1])["status"] == "passed"
+    assert judged(half[1], one[1], truth[1])["status"] == "failed"
+    assert training.losses_problem(one[0], one[0], truth[0], x) == ""
+    assert "loss of step 1" in training.losses_problem(half[0], one[0], truth[0], x)
+    assert "nothing was learnt" in training.losses_problem(*3 * (one[0][::-1],), x)
+    gone = [torch.full_like(loss, torch.nan) for loss in one[0]]
+    assert "loss of step 1" in training.losses_problem(gone, one[0], truth[0], x)
