@@ -185,9 +185,9 @@ class _Recorder:
         self.arg_names: list[str] = kernel.arg_names
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        def launched(*args: Any, **kwargs: Any) -> Any:
+        def launched(*args: Any, **kwargs: Any) -> None:  # a plan keeps nothing to launch again
             if self.compiled is None:
-                return None
+                return
             made = self.kernel.warmup(*args, grid=grid, **kwargs)
             values = dict(zip(self.arg_names, args, strict=False)) | kwargs
             constants = {n: v for n, v in values.items() if n.isupper() and isinstance(v, int)}
@@ -201,6 +201,5 @@ class _Recorder:
                     cubin=made.asm["cubin"],
                 )
             )
-            return made
 
         return launched
