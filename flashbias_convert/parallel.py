@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from .assignment import assigned
 from .errors import FlashBiasError, UsageError
 from .modules import ScoreBiasModule
 from .patched_attention import PatchedAttention
-from .shares import assigned
 from .swap import SUBMODULE, patched_modules
 
 T = TypeVar("T")

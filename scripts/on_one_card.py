@@ -16,7 +16,8 @@ from torch import nn
 from flashbias_convert import patch_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "paper"))
-from pairformer_block import Pairformer, dense, factors
+from pairformer_block import Pairformer
+from pairformer_ways import dense, factors
 
 
 @dataclass(frozen=True)

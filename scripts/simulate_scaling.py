@@ -5,9 +5,9 @@
 Four jobs run on this process alone, on one thread, and the seconds of every part are kept: SVDs of
 the 24 sites of a SwinV2, a calibration (forms of its 8 sites, then runs on 16 batches), fits of 16
 layers, and factors of 64 structures of 96 to 384 tokens. `spread` gives the longest part away
-first, as far as it can be told before (`shares.assigned`); a step takes as long as the process with
-most to do, and what is not shared out, and the exchange of results (each process packs its own and
-unpacks all), takes as long as on one. No network is part of this: results are some megabytes.
+first, as far as it can be told before (`assignment.assigned`); a step takes as long as the process
+with most to do, and what is not shared out, and the exchange of results (each process packs its own
+and unpacks all), takes as long as on one. No network is part of this: results are some megabytes.
 "bound" is what no order of the parts could beat. The job itself runs on two processes, too (gloo),
 for the row of two.
 
@@ -37,7 +37,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from two_gpus.pairs import RECIPE, PairModel, pair_inputs
 
-from flashbias_convert.shares import assigned
+from flashbias_convert.assignment import assigned
 
 RESULTS = Path(__file__).resolve().parent / "results/simulate_scaling.csv"
 PROCESSES = (1, 2, 4, 8, 16, 32, 64)

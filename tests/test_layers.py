@@ -11,16 +11,17 @@ import flashbias_convert
 
 PACKAGE = Path(flashbias_convert.__file__).parent
 LAYERS = [
-    {"errors", "about", "kept"},
+    {"errors", "about", "kept", "seals", "assignment"},
     {"options"},
     {"terms"},
     {"builder_module", "trained_terms"},
     {"decompose", "attention"},
     {"builders", "nn", "pair_memory"},
     {"models", "modules", "composed"},
+    {"hooks"},
     {"patched_attention", "masks", "causal", "fallback", "window_map", "pair_features"},
     {"patched_owner"},
-    {"causal_owner", "windows"},
+    {"causal_owner", "windows", "freshness"},
     {"recipe", "plan", "swap", "selection"},
     {"tables", "trial", "no_site", "refused", "pair_attention", "training_plan"},
     {"parallel", "bare", "triangle_attention", "factors_once"},

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashbias_convert.assignment import assigned
 from flashbias_convert.inspection.groups import expected_work
-from flashbias_convert.shares import assigned
 
 from .checkpoint.models import tiny_model
 

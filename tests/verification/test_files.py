@@ -9,10 +9,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from flashbias_convert import VerificationError, verify_files
 from flashbias_convert.checkpoint import convert_checkpoint
 from flashbias_convert.checkpoint.weights import differing_weights
+from flashbias_convert.errors import CheckpointError
 from flashbias_convert.options import DecomposeOptions
 from tests.checkpoint.models import ARGS, NAME, TiedToy, write_tiny, write_tiny_folder
 from tests.toy import TOY
@@ -73,17 +75,34 @@ def edited(path: Path, folder: Path, key: str, change: Any) -> Path:
     return folder / path.name
 
 
+def one_bit_off(weight: Tensor) -> Tensor:
+    """The first number with its last bit turned over."""
+    bits = weight.view({2: torch.int16, 4: torch.int32}[weight.element_size()]).clone()
+    bits.view(-1)[0] ^= 1
+    return bits.view(weight.dtype)
+
+
 def test_a_changed_weight_is_found_even_where_outputs_agree(
     converted: tuple[Path, Path], tmp_path: Path
 ) -> None:
     source, output = converted
-    key = "layers.0.blocks.0.attn.cpb_mlp.0.bias"  # its terms are made already
-    other = edited(output, tmp_path, key, lambda t: t + 1)
+    key = "layers.0.blocks.0.attn.proj.weight"
+    other = edited(output, tmp_path, key, one_bit_off)
     found = verify_files(source, other, samples=2)
     assert found.outputs[0].passed
     assert found.reasons == (
         f"1 weights in the converted file are not those of the original, such as {key}",
     )
+
+
+def test_a_weight_that_terms_were_made_from_may_not_change(
+    converted: tuple[Path, Path], tmp_path: Path
+) -> None:
+    source, output = converted
+    key = "layers.0.blocks.0.attn.cpb_mlp.0.bias"
+    other = edited(output, tmp_path, key, lambda t: t + 1)
+    with pytest.raises(CheckpointError, match="made from other weights"):
+        verify_files(source, other, samples=2)
 
 
 def test_differing_weights_sees_bits_dtypes_and_names(
