@@ -17,6 +17,7 @@ from torch import Tensor
 from ..errors import UsageError
 from ..terms import LowRank, ScoreBias
 from .arguments import AttentionArguments
+from .backends import MAX_HEAD_SIZE
 from .eager import normalize_rows
 from .factors import balance, effective_factors
 from .prepared import PreparedBias
@@ -25,22 +26,25 @@ from .prepared import PreparedBias
 SHARED_MEMORY = 100 * 1024
 
 
-def largest_rank(head_size: int) -> int:
+def largest_rank(head_size: int, backend: str = "sdpa") -> int:
     """The largest rank that moves no more memory than a dense matrix of factors would.
+
+    For the Triton kernels also R D <= `MAX_HEAD_SIZE`: 4 for D = 64, 8 for D = 32, 16 for D = 16.
 
     R <= sqrt(S / C^2 + 1), with the head size C and S = 100 KB (FlashBias, the corollary on
     efficiency in that appendix): 5 for C = 64, 10 for C = 32, 20 for C = 16. The paper's own
     example says 27 for C = 64, which its formula does not give.
     """
-    return math.isqrt(SHARED_MEMORY // head_size**2 + 1)
+    most = math.isqrt(SHARED_MEMORY // head_size**2 + 1)
+    return most if backend != "triton" else min(most, max(MAX_HEAD_SIZE // head_size, 1))
 
 
-def check_score_scale(score_scale: object, q: Tensor, k: Tensor, *, any_rank: bool) -> LowRank:
+def check_score_scale(score_scale: object, q: Tensor, k: Tensor, *, backend: str) -> LowRank:
     """The factors, if a call can use them. Reads shapes only.
 
     Raises:
         TypeError: no `LowRank`.
-        UsageError: factors for some heads only, or above `largest_rank` unless `any_rank`.
+        UsageError: factors for some heads only, or above `largest_rank` unless it is "eager".
         ValueError: rank 0, or sizes that do not fit those of q and k.
     """
     if not isinstance(score_scale, LowRank):
@@ -51,14 +55,18 @@ def check_score_scale(score_scale: object, q: Tensor, k: Tensor, *, any_rank: bo
         )
     bound = PreparedBias(ScoreBias((score_scale,), q.shape[-3]), once=True)
     bound.check_fits(tuple(q.shape[:-3]), q.shape[-3], q.shape[-2], k.shape[-2])
-    rank, most = max(score_scale.head_ranks()), largest_rank(q.shape[-1])
+    rank, most = max(score_scale.head_ranks()), largest_rank(q.shape[-1], backend)
     if rank == 0:
         raise ValueError("score_scale has rank 0: it would make every score zero")
-    if rank > most and not any_rank:
+    if rank > most and backend != "eager":
+        kernel = most < largest_rank(q.shape[-1])
+        why = f"makes rows of more than {MAX_HEAD_SIZE}" if kernel else "does not pay"
         raise UsageError(
-            f"score_scale of rank {rank} does not pay with head size {q.shape[-1]}, at most "
-            f"{most} does",
-            "backend='eager' multiplies the matrix of scores, whatever the rank",
+            f"score_scale of rank {rank} {why} with head size {q.shape[-1]}, at most {most} does"
+            + (" not" if kernel else ""),
+            "backend='auto' takes torch's attention for it"
+            if rank <= largest_rank(q.shape[-1])
+            else "backend='eager' multiplies the matrix of scores, whatever the rank",
         )
     return score_scale
 

@@ -63,8 +63,9 @@ def flashbias_attention(
             bias) v with b = phi_q phi_k^T, as plain attention with head size R D. For instance
             cos(i - j), of rank 2: phi_q[i] = (cos i, sin i), phi_k[j] = (cos j, sin j). Above the
             rank sqrt(102400 / D^2 + 1), 5 for D = 64, this would move more memory than the matrix
-            b, and is refused (FlashBias, appendix "Extension to Multiplicative Bias"); the kernels
-            take R D up to 256.
+            b, and is refused (FlashBias, appendix "Extension to Multiplicative Bias"). The Triton
+            kernels take R D up to 256, rank 4 for D = 64: above it "auto" takes torch's attention
+            and warns, and "triton" refuses.
         gate: multiplies the output by its sigmoid, as AlphaFold does; shape (*batch, H, N, Dv) or
             broadcastable, any strides. The inference kernel does so before it rounds and writes.
         backend: "triton" (the kernels, forward and backward), "sdpa" (factors concatenated on
@@ -104,7 +105,7 @@ def flashbias_attention(
         prepared.check_fits(tuple(q.shape[:-3]), q.shape[-3], q.shape[-2], k.shape[-2])
     eager = backend == "eager" or (backend == "auto" and q.dtype == torch.float64)
     if score_scale is not None:
-        score_scale = check_score_scale(score_scale, q, k, any_rank=eager)
+        score_scale = check_score_scale(score_scale, q, k, backend="eager" if eager else backend)
         if not eager:
             q, k, v, args = repeat_channels(q, k, v, score_scale, args)
     if eager:

@@ -117,6 +117,8 @@ class PreparedBias:
         """
         find = training_problem if training else unsupported
         if torch.compiler.is_compiling():  # the answer is a constant of the graph
+            if self._alike and not training:
+                return _problem_of(self._alike, half)
             return find(self.bias, half=half)
         return self._keep(("problem", half, training), lambda: find(self.bias, half=half))
 
@@ -181,6 +183,11 @@ def _settled(scale: float) -> float:
     return guard_scalar(scale)
 
 
+def _problem_of(alike: str, half: bool) -> str | None:
+    """What `unsupported` says of all biases of a group; looking at their terms would be guards."""
+    return unsupported(next(iter(_GROUPS[alike].members)).bias, half=half)
+
+
 def _make_outside_of_the_graph(alike: str, *form: Any) -> None:
     """Make a form for all biases of a group, with tensors that the trace does not know."""
     from torch.utils._python_dispatch import _disable_current_modes
@@ -192,3 +199,4 @@ def _make_outside_of_the_graph(alike: str, *form: Any) -> None:
 
 # torch.compile runs it while it traces, and takes the answer for a constant; see `device_problem`
 _make_outside_of_the_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_problem_of._dynamo_marked_constant = True  # type: ignore[attr-defined]

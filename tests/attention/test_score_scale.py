@@ -205,6 +205,14 @@ def test_a_rank_that_does_not_pay_is_refused(name: str) -> None:
         agrees(x, term, "eager", {})
 
 
+@pytest.mark.parametrize("size, rank", [(64, 4), (32, 8), (16, 16), (128, 2), (256, 1), (300, 1)])
+def test_the_kernels_take_rows_of_256(size: int, rank: int) -> None:
+    assert largest_rank(size, "triton") == rank
+    x = Inputs(torch.device("cpu"), n=9, d=size)
+    with pytest.raises(UsageError, match=rf"rank {rank + 1} .* at most {rank} do"):
+        flashbias_attention(x.q, x.k, x.v, score_scale=x.low_rank(rank + 1), backend="triton")
+
+
 def test_what_does_not_fit_is_refused() -> None:
     x = Inputs(torch.device("cpu"), n=9, d=8)
 
