@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,115 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from .attention import SLACK, PreparedBias, bias_bound, flashbias_attention
-from .attention.arguments import broadcasts
 from .attention.backends import BACKENDS
 from .attention.bounds import LARGEST_BOUND
 from .attention.prepared import Form
-from .builder_module import BuilderModule, keeping_dtype
+from .builder_module import BuilderModule
 from .builders import Builder, find_builder, module_entries
 from .errors import UsageError
+from .mask_memo import MaskMemo
 from .pair_memory import PairMemory
 from .seals import COLUMNS, Row
+from .term_tensors import TermTensors
 from .terms import Lookup, Regions, RelativeTable, ScoreBias, Term
-
-_LENT = "_flashbias_lent"
-
-
-def lend(tensor: Tensor, to_modules: bool = True) -> Tensor:
-    """Say that modules take this very tensor, contiguous and in memory of its own, uncopied.
-
-    Args:
-        tensor: of a term; returned.
-        to_modules: False takes that back for modules to come.
-    """
-    setattr(tensor, _LENT, to_modules)
-    return tensor
-
-
-class TermTensors(nn.Module):
-    """The tensors of one term, named like its fields: buffers, or parameters to be trained."""
-
-    def __init__(self, term: Term, trained: bool = False) -> None:
-        super().__init__()
-        self._pinned = frozenset(k for k, pinned in term.tensor_fields().items() if pinned)
-        for name, tensor in term.tensors().items():
-            # own and contiguous: a slice of an SVD would keep all of it alive, and checkpoints
-            # want tensors that share nothing
-            copied = trained or not getattr(tensor, _LENT, False)
-            own = tensor.detach()
-            if copied:
-                own = own.clone(memory_format=torch.contiguous_format)
-            if trained and own.is_floating_point():
-                self.register_parameter(name, nn.Parameter(own))
-            else:
-                self.register_buffer(name, own)
-
-    def freeze(self) -> None:
-        """Turn parameters into buffers."""
-        for name, parameter in list(self._parameters.items()):
-            assert parameter is not None
-            del self._parameters[name]
-            self.register_buffer(name, parameter.detach())
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TermTensors:
-        if self._parameters:  # all of them fp32, and so are their gradients
-            super()._apply(keeping_dtype(fn), recurse)
-            return self
-        # a cast must not round integers or factors: keep the device move, undo the dtype change
-        for name, old in self._buffers.items():
-            if old is None:
-                continue
-            moved = fn(old)
-            pinned = name in self._pinned or not old.is_floating_point()
-            if pinned and moved.dtype != old.dtype:
-                moved = old.to(moved.device)
-            self._buffers[name] = moved
-        return self
-
-
-class MaskMemo:
-    """Remembers whether the last mask that came was the one that a term stands for.
-
-    Attributes:
-        doubtful: whether a mask of the planned shape may well be another: the last one was, or
-            the model's maps have changed size since.
-    """
-
-    def __init__(self, doubtful: bool = False) -> None:
-        self.doubtful = doubtful
-        #: the last mask, its version, and whether it was the right one
-        self._known: tuple[weakref.ref[Tensor], int, bool] | None = None
-
-    def stands_for(self, term: Regions | None, mask: Tensor, times: int = 1) -> bool:
-        """Whether `term` adds exactly `times` `mask`, shape (nW, N, M) or (*windows, N, M).
-
-        One row of ids may serve the windows of several leading entries, as in Pangu, where the
-        mask is the same at all longitudes.
-
-        Values are compared once per mask object and version, which synchronises with its device.
-        While torch.compile traces, only shapes are, and a doubtful mask is not trusted.
-        """
-        if term is None or not _mask_fits(term, mask):
-            return False
-        if torch.compiler.is_compiling():
-            return not self.doubtful
-        version = -1 if mask.is_inference() else mask._version
-        known = self._known  # read once: another thread may look at another mask
-        if known is None or known[0]() is not mask or known[1] != version:
-            dense = term.dense(*mask.shape[-2:], dtype=mask.dtype).squeeze(-3)
-            same = torch.equal(dense.expand_as(mask), mask if times == 1 else times * mask)
-            known = (weakref.ref(mask), version, same)
-            self._known = known
-        self.doubtful = not known[2]
-        return known[2]
-
-
-def _mask_fits(term: Regions, mask: Tensor) -> bool:
-    keys = term.ids if term.key_ids is None else term.key_ids
-    own = (*term.batch_shape(), term.ids.shape[-1], keys.shape[-1])
-    if len(own) > mask.dim() or own[-2:] != tuple(mask.shape[-2:]):
-        return False
-    return broadcasts(own[:-2], tuple(mask.shape[:-2]))
 
 
 class ScoreBiasModule(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flashbias_convert.about import About
-from flashbias_convert.builders import cls_window_table
+from flashbias_convert.built_terms import cls_window_table
 from flashbias_convert.causal_owner import bound_arguments
 from flashbias_convert.fallback import say_original, wants_weights
 from flashbias_convert.patched_attention import PatchedAttention

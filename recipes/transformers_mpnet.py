@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flashbias_convert.about import About
-from flashbias_convert.builders import shared_table
+from flashbias_convert.built_terms import shared_table
 from flashbias_convert.causal import attend_padded, is_key_table
 from flashbias_convert.causal_owner import KeyTableOwner, bound_arguments
 from flashbias_convert.patched_attention import PatchedAttention

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from flashbias_convert.about import About
-from flashbias_convert.builders import shared_table
+from flashbias_convert.built_terms import shared_table
 from flashbias_convert.causal import (
     attend_causal,
     attend_padded,

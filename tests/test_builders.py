@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from flashbias_convert import apply_plan, inspect_model, patch_model
 from flashbias_convert.attention import flashbias_attention
-from flashbias_convert.builders import axial_rows, distance_table, find_builder
+from flashbias_convert.builders import find_builder
+from flashbias_convert.built_terms import axial_rows, distance_table
 from flashbias_convert.modules import ScoreBiasModule
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.plan import Plan

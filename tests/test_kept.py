@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from flashbias_convert.builders import padded_alibi
+from flashbias_convert.built_terms import padded_alibi
 from flashbias_convert.causal import _fit, _visible, key_table
 from flashbias_convert.kept import kept_with
 

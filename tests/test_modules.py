@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from flashbias_convert import Regions, RelativeTable, ScoreBias
-from flashbias_convert.modules import MaskMemo, ScoreBiasModule
+from flashbias_convert.mask_memo import MaskMemo
+from flashbias_convert.modules import ScoreBiasModule
 
 
 def make(offset: int = 0) -> ScoreBiasModule:

@@ -14,7 +14,7 @@ from typing import IO, Self
 import torch
 from torch import Tensor
 
-from ..modules import lend
+from ..term_tensors import lend
 from ..terms import ScoreBias
 from .weights import bytes_of
 

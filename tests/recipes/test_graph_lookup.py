@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from flashbias_convert import load_model, patch_model
-from flashbias_convert.builders import find_builder, lookup
+from flashbias_convert.builders import find_builder
+from flashbias_convert.built_terms import lookup
 from flashbias_convert.cli.app import run
 from flashbias_convert.decompose import added_cost
 from tests import graphormer

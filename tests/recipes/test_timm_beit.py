@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flashbias_convert import inspect_model, unpatch_model
-from flashbias_convert.builders import cls_window_table
+from flashbias_convert.built_terms import cls_window_table
 from flashbias_convert.errors import NothingToConvertError, StaleTermsError
 from tests.recipes.parity import CHECKS, ONCE, Case, original
 from tests.support import assert_parity

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flashbias_convert import inspect_model
-from flashbias_convert.builders import axial_rows_3d
+from flashbias_convert.built_terms import axial_rows_3d
 from tests.recipes import model_parity
 from tests.recipes.model_parity import PATHS, randomised
 from tests.recipes.parity import CHECKS, ONCE, Case, check_compiled

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flashbias_convert import inspect_model, unpatch_model
 from flashbias_convert.attention.backends import BackendFallbackWarning
-from flashbias_convert.builders import cls_window_table
+from flashbias_convert.built_terms import cls_window_table
 from flashbias_convert.fallback import _warn as say_original
 from flashbias_convert.recipes.transformers_beit import resized
 from tests.recipes.parity import CHECKS, ONCE, Case, check_compiled, original
