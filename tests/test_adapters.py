@@ -116,3 +116,70 @@ def test_adapters_on_and_off_change_a_patched_model_as_the_original(make: Any) -
 
     unpatch_model(model)
     assert torch.equal(run(model, inputs), on)
+
+
+class Int8Linear(nn.Module):
+    """A layer whose weight is whole numbers and a scale, as quantisers leave it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.bias = (
+            base.in_features,
+            base.out_features,
+            base.bias,
+        )
+        scale = base.weight.detach().abs().amax() / 127
+        self.register_buffer("weight", (base.weight.detach() / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale, self.bias)
+
+
+@pytest.mark.parametrize("make", [swin, t5, bloom])
+def test_quantised_projections_are_called(make: Any) -> None:
+    """Not read: their weight is not what they multiply with."""
+    model, inputs, name = make()
+    for module in list(model.modules()):
+        if isinstance(getattr(module, name, None), nn.Linear):
+            setattr(module, name, Int8Linear(getattr(module, name)))
+    model = model.double().eval()
+    expected = run(model, inputs)
+    plan = patch_model(model, method="exact", force_all=True, backend="eager")
+    assert plan.patched
+    torch.testing.assert_close(run(model, inputs), expected, **AS_TERMS)
+
+
+def test_a_projection_whose_weight_is_read_is_quantised_in_vain() -> None:
+    """SwinV2 multiplies with the weight itself: so it does when it is patched, or it is refused."""
+    torch.manual_seed(0)
+    model = timm.create_model(
+        "swinv2_tiny_window8_256", img_size=16, patch_size=2, embed_dim=16, depths=(1,),
+        num_heads=(2,), window_size=4, num_classes=5,
+    ).eval()  # fmt: skip
+    attention: Any = next(m for m in model.modules() if hasattr(m, "cpb_mlp"))
+    attention.qkv = Int8Linear(attention.qkv)
+    x = torch.randn(1, 3, 16, 16)
+    with pytest.raises(RuntimeError):
+        model(x)
+    plan = patch_model(model, method="exact", force_all=True)
+    if plan.patched:
+        with pytest.raises(RuntimeError), torch.no_grad():
+            model(x)
+
+
+@pytest.mark.parametrize("make", [swin, t5, bloom])
+def test_no_key_of_a_term_extends_the_name_of_a_parameter(make: Any) -> None:
+    """Loading such a key into the original breaks it instead of telling of it."""
+    model, _, _ = make()
+    before = set(model.state_dict())
+    original = {k: v.clone() for k, v in model.state_dict().items()}
+    patch_model(model, method="exact", force_all=True)
+    after = model.state_dict()
+    added = set(after) - before
+    assert added and before <= set(after)
+    assert not [key for key in added if any(key.startswith(f"{old}.") for old in before)]
+    fresh, _, _ = make()
+    told = fresh.load_state_dict(after, strict=False)
+    assert set(told.unexpected_keys) == added and not told.missing_keys
+    assert all(torch.equal(v, original[k]) for k, v in fresh.state_dict().items())

@@ -396,3 +396,28 @@ def test_terms_survive_a_round_trip_through_their_state():
 
 def test_rank_buckets():
     assert [rank_bucket(r) for r in (0, 1, 16, 17, 32, 33, 65)] == [0, 16, 16, 32, 32, 64, 128]
+
+
+@pytest.mark.parametrize("method", ["auto", "svd"])
+def test_a_mask_inside_of_a_bias_does_not_pass_for_low_rank(method: str) -> None:
+    """Rank 1 keeps almost all the energy of -1e9 on half of the keys, and nothing of the rest."""
+    torch.manual_seed(0)
+    folded = torch.randn(2, 64, 64)
+    folded[..., 32:] -= 1e9
+    found = decompose(folded, DecomposeOptions(method=method, energy=0.99))
+    assert {d.term for d in found.decisions} == {"dense"}
+    assert torch.equal(found.bias.dense(64, 64), folded)
+
+
+def test_a_mild_mask_inside_of_a_bias_shows_in_the_report() -> None:
+    """-100, as Swin has it, is for the guard and the report: the error of the weights is large."""
+    torch.manual_seed(0)
+    folded = torch.randn(2, 64, 64)
+    folded[..., 32:] -= 100
+    found = decompose(folded, DecomposeOptions(energy=0.99, max_attention_error=0.02))
+    assert {d.term for d in found.decisions} == {"dense"}
+    loose = decompose(folded, DecomposeOptions(energy=0.99, max_attention_error=1.0))
+    off = (loose.bias.dense(64, 64) - folded)[..., :32].abs().max()
+    for decision in loose.decisions:
+        assert decision.term == "low_rank" and off > 1
+        assert decision.attention_error > 0.02
