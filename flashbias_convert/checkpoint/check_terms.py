@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..builders import check_entry
 from ..errors import CheckpointError
 from ..plan import Plan, SitePlan
+from ..seals import COLUMNS
 from ..swap import SUBMODULE
 from ..terms import ScoreBias
 
@@ -33,6 +35,20 @@ def check_terms(plan: Plan, tensors: Mapping[str, Tensor]) -> None:
             }
             if found != info:
                 raise CheckpointError(f"the plan says that {key} is {info}, the file has {found}")
+        _check_made_from(site, tensors)
+
+
+def _check_made_from(site: SitePlan, tensors: Mapping[str, Tensor]) -> None:
+    """What the terms were made from, where the file says it: a row of hashes for each tensor."""
+    key = f"{_prefix(site)}.made_from"
+    rows = tensors.get(key)
+    if rows is None:  # files of earlier releases
+        return
+    if rows.dim() != 2 or rows.shape[1] != COLUMNS or rows.dtype != torch.int64:
+        raise CheckpointError(
+            f"{key} must be int64 of shape (tensors, {COLUMNS}), the file has {rows.dtype} of "
+            f"shape {tuple(rows.shape)}"
+        )
 
 
 def term_keys(site: SitePlan) -> list[str]:

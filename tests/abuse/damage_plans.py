@@ -116,7 +116,8 @@ def source(rng: Random, tensors: Tensors, metadata: Metadata) -> bytes:
 
 
 def _term_keys(tensors: Tensors) -> list[str]:
-    return [key for key in tensors if ".score_bias." in key and not key.endswith(".layout")]
+    apart = (".layout", ".made_from")
+    return [key for key in tensors if ".score_bias." in key and not key.endswith(apart)]
 
 
 def layout(rng: Random, tensors: Tensors, metadata: Metadata) -> bytes:
@@ -124,6 +125,17 @@ def layout(rng: Random, tensors: Tensors, metadata: Metadata) -> bytes:
     value = tensors[key].clone()
     value[rng.randrange(len(value))] ^= 1 << rng.randrange(8)
     tensors[key] = rng.choice([value, value[:-1], value[:0], value.repeat(2), value.double()])
+    return closed({k: v.contiguous() for k, v in tensors.items()}, metadata)
+
+
+def made_from(rng: Random, tensors: Tensors, metadata: Metadata) -> bytes:
+    """Hashes of other weights, too few, too many, or none at all."""
+    key = rng.choice([key for key in tensors if key.endswith(".made_from")])
+    value = tensors[key].clone()
+    value.view(-1)[rng.randrange(value.numel())] ^= 1 << rng.randrange(62)
+    tensors[key] = rng.choice(
+        [value, value[:-1], value[:, :1], value[None], value.flatten(), value.double(), value[:0]]
+    )
     return closed({k: v.contiguous() for k, v in tensors.items()}, metadata)
 
 
@@ -162,6 +174,6 @@ DAMAGES: dict[str, Callable[[Random, Tensors, Metadata], bytes]] = {
     f.__name__: f
     for f in (
         plan_values, plan_text, plan_sites, plan_arch, plan_missing, tied, source, layout,
-        term_values, term_shapes,
+        made_from, term_values, term_shapes,
     )
 }  # fmt: skip

@@ -144,7 +144,8 @@ def try_to_load(path: Path, root: Path) -> str:
         assert snapshot(root) == before, "something was written"
     state = model.state_dict()
     for key, stored in _weights_of(path).items():
-        assert_same(state[key], stored.to(state[key].dtype))  # half precision is widened
+        if not key.endswith(".made_from"):  # rows that say nothing of these weights are made anew
+            assert_same(state[key], stored.to(state[key].dtype))  # half precision is widened
     try:
         _run(model)
     except ValueError as error:  # terms of another window than the architecture in the plan has
