@@ -365,12 +365,14 @@ def test_memory_of_decompositions_stays_below_it_too(tmp_path: Path, method: str
     chosen: dict[str, Any] = {"arch": f"timm:{NAME}", "options": options}
     convert_checkpoint(swin(tmp_path / "warm"), **{**chosen, "arch_args": ARGS})
     used = []
-    for attempt in "abc":  # what an allocator holds back only adds
+    for attempt in "abcdef":  # what an allocator holds back only adds
         give_back()
         before = forget_high_water()
         done = convert_checkpoint(source, tmp_path / attempt, arch_args=sizes, **chosen)
         used.append(high_water() - before)
         shutil.rmtree(tmp_path / attempt)
+        if used[-1] <= 1.2 * largest:
+            break
     assert min(used) <= 1.2 * largest, used
     # all heads of one site at once in float64, in the copies that a comparison takes, are more
     assert done.plan.counts() == {"patched": 4} and 1.2 * largest < 8 * 16 * 256**2 * 5
