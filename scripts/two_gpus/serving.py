@@ -86,6 +86,14 @@ def settle(model: nn.Module) -> None:
             module.reshard()
 
 
+def _alone(case: str, options: argparse.Namespace, place: torch.device) -> tuple[Any, ...]:
+    """The patched model, its inputs and the truth; its outputs on one device, and the seconds."""
+    _way, name, dtype = case.split()
+    kept, x, truth = prepare(name, options.size, getattr(torch, dtype), place)
+    one = outputs(kept, x)
+    return kept, x, truth, one, timed(lambda: outputs(kept, x), options.repeats, place)
+
+
 def over_layers(case: str, options: argparse.Namespace, place: torch.device, _: int) -> Any:
     """Half of the layers on each card, by accelerate; on the CPU half of them on the disk."""
     try:
@@ -94,10 +102,7 @@ def over_layers(case: str, options: argparse.Namespace, place: torch.device, _: 
         return {"status": "skipped", "reason": "accelerate is not installed"}
     from flashbias_convert.swap import patched_modules
 
-    _way, name, dtype = case.split()
-    kept, x, truth = prepare(name, options.size, getattr(torch, dtype), place)
-    one = outputs(kept, x)
-    seconds_one = timed(lambda: outputs(kept, x), options.repeats, place)
+    kept, x, truth, one, seconds_one = _alone(case, options, place)
     model = copy.deepcopy(kept).to("cpu")
     size = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
     first, second = (0, 1) if place.type == "cuda" else ("cpu", "disk")
@@ -131,10 +136,7 @@ def offloaded(case: str, options: argparse.Namespace, place: torch.device, _: in
         return {"status": "skipped", "reason": "accelerate is not installed"}
     from flashbias_convert.swap import patched_modules
 
-    _way, name, dtype = case.split()
-    kept, x, truth = prepare(name, options.size, getattr(torch, dtype), place)
-    one = outputs(kept, x)
-    seconds_one = timed(lambda: outputs(kept, x), options.repeats, place)
+    kept, x, truth, one, seconds_one = _alone(case, options, place)
     whole = sorted({type(site).__name__ for site in patched_modules(kept)})
     model = copy.deepcopy(kept).to("cpu")
     away = cpu_offload(model, execution_device=place, preload_module_classes=whole)

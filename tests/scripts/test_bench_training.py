@@ -18,24 +18,15 @@ import bench_training as script  # noqa: E402
 import training_figure  # noqa: E402
 import training_models  # noqa: E402
 
+from .turns_here import in_turns_here  # noqa: E402
+
 NAMES = [script.OURS, script.NO_BIAS, script.SDPA]
 TINY = (1, 32, 4, 64, 64)
 
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows run in this process; one that raises SystemExit has died."""
-
-    def in_turns(job: Any, calls: list[Any], *, seconds: float | None = None) -> list[Any]:
-        lost = []
-        for call in calls:
-            try:
-                job(*call, lambda: None)
-            except SystemExit:
-                lost.append(call)
-        return lost
-
-    monkeypatch.setattr(script, "in_turns", in_turns)
+    monkeypatch.setattr(script, "in_turns", in_turns_here)
     for model in ("gpt2", "plain"):
         monkeypatch.setitem(training_models.SIZES, model, TINY)
 

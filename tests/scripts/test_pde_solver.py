@@ -22,6 +22,8 @@ import pde_table  # noqa: E402
 import pde_task  # noqa: E402
 import pde_training  # noqa: E402
 
+from .turns_here import in_turns_here  # noqa: E402
+
 #: a cube of sides 2 around (5, 0, 0), its faces squares
 CORNERS = [(x, y, z) for x in (4, 6) for y in (-1, 1) for z in (-1, 1)]
 FACES = ["0 1 3 2", "4 5 7 6", "0 1 5 4", "2 3 7 6", "0 2 6 4", "1 3 7 5"]
@@ -124,18 +126,7 @@ def test_a_mesh_that_needs_trimesh_says_so(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows run in this process; one that raises SystemExit has died."""
-
-    def in_turns(job: Any, calls: list[Any], *, seconds: float | None = None) -> list[Any]:
-        lost = []
-        for call in calls:
-            try:
-                job(*call, lambda: None)
-            except SystemExit:
-                lost.append(call)
-        return lost
-
-    monkeypatch.setattr(pde_bench, "in_turns", in_turns)
+    monkeypatch.setattr(pde_bench, "in_turns", in_turns_here)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: Any) -> None:
