@@ -79,7 +79,7 @@ class Sizes:
     def __init__(self, tiny: bool) -> None:
         self.tiny = tiny
         self.dim, self.heads, self.layers = (32, 2, 1) if tiny else (768, 12, _LAYERS)
-        self.batch, self.text, self.image = (1, 32, 32) if tiny else (16, 1024, 224)
+        self.batch, self.text, self.image = (1, 32, 32) if tiny else (64, 1024, 224)
         self.vocabulary = 97 if tiny else 32000
 
     def bert(self) -> dict[str, int]:

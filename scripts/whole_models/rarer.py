@@ -10,6 +10,7 @@ import torchvision
 from timm.models.gcvit import GlobalContextVit
 from torch import nn
 from transformers.models.esm import configuration_esm, modeling_esmfold
+from transformers.models.esmfold2 import configuration_esmfold2, modeling_esmfold2
 
 from . import language, weather
 from .case import Case, converted
@@ -79,6 +80,8 @@ def _language(s: Sizes) -> Parts:
     long = {**t5, "encoder_attention_type": "transient-global"}
     # of several experts rounding may choose another: errors would say nothing
     switch = {**t5, "num_decoder_layers": s.layers, "num_experts": 1}
+    text = {k: v for k, v in t5.items() if k != "d_model"}
+    text |= {"hidden_size": s.dim, "initializer_range": 0.02}
     layers = f"base, {s.layers} + {s.layers} layers"
     audio: dict[str, Any] = {"num_blocks": s.layers}
     if s.tiny:
@@ -100,6 +103,10 @@ def _language(s: Sizes) -> Parts:
             few, n // 2,
             of_transformers("UdopForConditionalGeneration", "UdopConfig", **t5),
             page_pairs(n // 2, words),
+        ),
+        f"transformers_pix2struct, text of base, {s.layers} layers": (
+            few, n, of_transformers("Pix2StructTextModel", "Pix2StructTextConfig", **text),
+            tokens(n, words, use_cache=False),
         ),
         f"transformers_phi4_audio, 40 s, {s.layers} layers": (
             few, 16 if s.tiny else 500,
@@ -136,6 +143,15 @@ def _pairs(s: Sizes) -> Parts:
         inner = modeling_esmfold.EsmFoldSelfAttention(sequence, sequence // head, head, gated=True)
         return First(inner)
 
+    def diffusion() -> nn.Module:
+        module = {"hidden_size": dim, "num_attention_heads": width, "intermediate_size": 2 * dim}
+        module |= {"num_hidden_layers": 1, "atom_encoder": {"output_dim": dim}}
+        config = configuration_esmfold2.EsmFold2Config(structure_head={"diffusion_module": module})
+        config._attn_implementation = "sdpa"
+        part = config.structure_head.diffusion_module
+        return First(modeling_esmfold2.EsmFold2DiffusionAttention(config, part))
+
+    dim, width = (32, 4) if s.tiny else (768, 16)
     heads = sequence // head
     return {
         f"transformers_esmfold_triangle, a block, {n} residues": (
@@ -143,6 +159,9 @@ def _pairs(s: Sizes) -> Parts:
         ),
         f"transformers_esmfold_sequence, one attention, {2 * n} residues": (
             1, 2 * n, attention, normal((2 * n, sequence), bias=(2 * n, 2 * n, heads)),
+        ),
+        f"transformers_esmfold2, one attention of its diffusion, {2 * n} tokens": (
+            max(1, s.batch // 8), 2 * n, diffusion, normal((2 * n, dim), (width, 2 * n, 2 * n)),
         ),
     }  # fmt: skip
 

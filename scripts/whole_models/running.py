@@ -89,12 +89,12 @@ def run_apart(
                 table.path, columns, (more or {}).get((name, variant), {}))
             for name, variant in left
         ]  # fmt: skip
+        _find_truths(jobs, options.together)
         for i in range(0, len(jobs), options.together):
             if time.monotonic() > ends:
                 print(f"stopped before {jobs[i].model}, {jobs[i].variant}")
                 break
             batch = jobs[i : i + options.together]
-            _find_truths(batch)
             lost = in_turns(measure_job, [(job,) for job in batch])
             table.read()
             for (job,) in lost:
@@ -111,19 +111,12 @@ def _known(case: Case, job: Job) -> dict[str, object]:
             "status": "failed", "reason": "its process died"}  # fmt: skip
 
 
-def _find_truths(batch: Sequence[Job]) -> None:
+def _find_truths(jobs: Sequence[Job], together: int) -> None:
     """What rows are compared with, once for every model; one after the other on the card."""
-    wanted = {job.truth: job for job in batch if not _tried(job.truth).exists()}
-    if not wanted:
-        return
-    for (job,) in in_turns(truth_job, [(job,) for job in wanted.values()]):
-        print(f"  no truth for {job.model}: its process died")
-    for path in wanted:
-        _tried(path).touch()
-
-
-def _tried(path: Path) -> Path:
-    return path.with_suffix(".tried")
+    wanted = list({job.truth: (job,) for job in jobs}.values())
+    for i in range(0, len(wanted), together):
+        for (job,) in in_turns(truth_job, wanted[i : i + together]):
+            print(f"  no truth for {job.model}: its process died")
 
 
 def truth_job(job: Job, wait: Wait) -> None:
