@@ -112,7 +112,7 @@ def _known(case: Case, job: Job) -> dict[str, object]:
 
 
 def _find_truths(jobs: Sequence[Job], together: int) -> None:
-    """What rows are compared with, once for every model; one after the other on the card."""
+    """What rows are compared with, once for every model; of one sample each, so beside others."""
     wanted = list({job.truth: (job,) for job in jobs}.values())
     for i in range(0, len(wanted), together):
         for (job,) in in_turns(truth_job, wanted[i : i + together]):
@@ -121,9 +121,8 @@ def _find_truths(jobs: Sequence[Job], together: int) -> None:
 
 def truth_job(job: Job, wait: Wait) -> None:
     """Find what the rows of a model are compared with, and write it."""
-    case = job.case()
+    save_truth(find_truth(job.case(), job.how), job.truth)
     wait()
-    save_truth(find_truth(case, job.how), job.truth)
 
 
 def measure_job(job: Job, wait: Wait) -> None:
