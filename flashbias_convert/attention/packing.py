@@ -171,7 +171,7 @@ def for_kernel(bias: ScoreBias, *, half: bool) -> ScoreBias:
     if not half:
         return bias
     taken = max(_head_columns([t for t in bias.terms if _touches(t, h)], h, half)
-                for h in range(bias.num_heads))  # fmt: skip
+                for h in _different_heads(bias))  # fmt: skip
     return with_selections(bias, COLUMN_BUCKETS[-1] - taken)
 
 
@@ -181,7 +181,7 @@ def unsupported(bias: ScoreBias, *, half: bool) -> str | None:
     for term in bias.terms:
         if not isinstance(term, known):
             return f"there is no kernel for {term.kind} terms"
-    for head in range(bias.num_heads):
+    for head in _different_heads(bias):
         own = [t for t in bias.terms if _touches(t, head)]
         kinds = [t.kind for t in own if not isinstance(t, LowRank)]
         double = sorted({k for k in kinds if kinds.count(k) > 1})
@@ -195,6 +195,8 @@ def unsupported(bias: ScoreBias, *, half: bool) -> str | None:
 
 def head_groups(bias: ScoreBias, *, half: bool) -> list[tuple[int, ...]]:
     """Heads with like terms, in order of their first head."""
+    if len(_different_heads(bias)) == 1:
+        return [tuple(range(bias.num_heads))]
     groups: dict[object, list[int]] = {}
     for head in range(bias.num_heads):
         groups.setdefault(_signature(bias, head, half), []).append(head)
@@ -206,6 +208,12 @@ def bucket(columns: int) -> int:
     if columns == 0:
         return 0
     return next(b for b in COLUMN_BUCKETS if b >= columns)
+
+
+def _different_heads(bias: ScoreBias) -> range:
+    """Heads to look at: the first one where all have the same terms of the same rank."""
+    alike = all(t.heads is None and getattr(t, "ranks", None) is None for t in bias.terms)
+    return range(1 if alike else bias.num_heads)
 
 
 def _touches(term: Term, head: int) -> bool:

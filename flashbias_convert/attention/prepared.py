@@ -34,6 +34,8 @@ class PreparedBias:
     def __init__(self, bias: ScoreBias, once: bool = False) -> None:
         self.bias = bias
         self.requires_grad = bias.requires_grad
+        #: nothing is kept of it, and what it makes may be of the call's inference mode
+        self._fleeting = once
         self._kept: dict[Hashable, Any] = {}
         self._forms: dict[Form, PackedBias] = {}
         #: a bias whose forms serve this one, too, and what they lack
@@ -51,6 +53,7 @@ class PreparedBias:
         """This bias and further terms, which come with a call: only those are packed for it."""
         terms = ScoreBias(self.bias.terms + extra, self.bias.num_heads)
         made = PreparedBias(terms, once=True)
+        made._fleeting = False  # owners keep it while a mask stays
         if can_join(self.bias, extra):
             made._parts = (self, extra)
         return made
@@ -103,7 +106,7 @@ class PreparedBias:
         form = (purpose, half, scale)
         if form in self._forms:
             return self._forms[form]
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._fleeting:
             return self._pack(*form)
         self._forms[form] = self._make(form)
         return self._forms[form]

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .base import Term, pinned_tensor, require_integer, require_shape
+from .base import Term, joint_shape, pinned_tensor, require_integer, require_shape
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -65,4 +65,4 @@ class Alibi(Term):
     def batch_shape(self) -> tuple[int, ...]:
         shapes = [tuple(self.slopes.shape[:-1]), self._row_scale_batch()]
         shapes += [tuple(p.shape[:-1]) for p in (self.pos_q, self.pos_k) if p is not None]
-        return tuple(torch.broadcast_shapes(*shapes))
+        return joint_shape(*shapes)

@@ -8,7 +8,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .base import Term, castable_tensor, pinned_tensor, require, require_integer, require_shape
+from .base import (
+    Term,
+    castable_tensor,
+    joint_shape,
+    pinned_tensor,
+    require,
+    require_integer,
+    require_shape,
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -56,4 +64,4 @@ class Axial(Term):
 
     def batch_shape(self) -> tuple[int, ...]:
         shapes = (tuple(self.rel_h.shape[:-3]), tuple(self.rel_w.shape[:-3]))
-        return tuple(torch.broadcast_shapes(*shapes, self._row_scale_batch()))
+        return joint_shape(*shapes, self._row_scale_batch())

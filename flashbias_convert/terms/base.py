@@ -194,6 +194,20 @@ class Term:
         return dataclasses.replace(chosen, heads=None if covers_all else tuple(n for n, _ in pairs))
 
 
+def joint_shape(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """What some shapes broadcast to; most often there is but one, which costs nothing here.
+
+    Raises:
+        RuntimeError: they do not broadcast.
+    """
+    own = [shape for shape in shapes if shape]
+    if not own:
+        return ()
+    if all(shape == own[0] for shape in own[1:]):
+        return own[0]
+    return tuple(torch.broadcast_shapes(*own))
+
+
 def require(condition: bool, message: str) -> None:
     """Raise ValueError(message) unless `condition` holds."""
     if not condition:

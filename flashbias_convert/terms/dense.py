@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .base import Term, castable_tensor, require_shape
+from .base import Term, castable_tensor, joint_shape, require_shape
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -36,4 +36,4 @@ class Dense(Term):
 
     def batch_shape(self) -> tuple[int, ...]:
         own = tuple(self.bias.shape[:-3])
-        return tuple(torch.broadcast_shapes(own, self._row_scale_batch()))
+        return joint_shape(own, self._row_scale_batch())

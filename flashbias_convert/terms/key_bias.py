@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .base import Term, pinned_tensor, require_shape
+from .base import Term, joint_shape, pinned_tensor, require_shape
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -35,4 +35,4 @@ class KeyBias(Term):
 
     def batch_shape(self) -> tuple[int, ...]:
         own = tuple(self.values.shape[:-2])
-        return tuple(torch.broadcast_shapes(own, self._row_scale_batch()))
+        return joint_shape(own, self._row_scale_batch())

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .base import Term, pinned_tensor, require, require_integer, require_shape
+from .base import Term, joint_shape, pinned_tensor, require, require_integer, require_shape
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -53,4 +53,4 @@ class Lookup(Term):
 
     def batch_shape(self) -> tuple[int, ...]:
         shapes = (tuple(self.table.shape[:-2]), tuple(self.code.shape[:-2]))
-        return tuple(torch.broadcast_shapes(*shapes, self._row_scale_batch()))
+        return joint_shape(*shapes, self._row_scale_batch())

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .base import Term, pinned_tensor, require, require_shape
+from .base import Term, joint_shape, pinned_tensor, require, require_shape
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -75,7 +75,7 @@ class LowRank(Term):
 
     def batch_shape(self) -> tuple[int, ...]:
         own = (tuple(self.phi_q.shape[:-3]), tuple(self.phi_k.shape[:-3]))
-        return tuple(torch.broadcast_shapes(*own, self._row_scale_batch()))
+        return joint_shape(*own, self._row_scale_batch())
 
     def _select_static(self, index: Sequence[int]) -> dict[str, Any]:
         if self.ranks is None or len(self.ranks) == 1:

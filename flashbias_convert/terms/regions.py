@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .base import Term, pinned_tensor, require, require_integer, require_shape
+from .base import Term, joint_shape, pinned_tensor, require, require_integer, require_shape
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -56,4 +56,4 @@ class Regions(Term):
         shapes = [tuple(self.ids.shape[:-1]), self._row_scale_batch()]
         if self.key_ids is not None:
             shapes.append(tuple(self.key_ids.shape[:-1]))
-        return tuple(torch.broadcast_shapes(*shapes))
+        return joint_shape(*shapes)

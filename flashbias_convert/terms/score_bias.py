@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .alibi import Alibi
 from .axial import Axial
-from .base import Term, require, require_shape
+from .base import Term, joint_shape, require, require_shape
 from .dense import Dense
 from .diagonal import Diagonal
 from .key_bias import KeyBias
@@ -101,7 +101,7 @@ class ScoreBias:
 
     def batch_shape(self) -> tuple[int, ...]:
         """Broadcast shape of the leading dimensions of all terms."""
-        return tuple(torch.broadcast_shapes((), *(t.batch_shape() for t in self.terms)))
+        return joint_shape((), *(t.batch_shape() for t in self.terms))
 
     @property
     def device(self) -> torch.device:
