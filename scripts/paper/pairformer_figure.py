@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from matplotlib import colormaps
+from matplotlib.ticker import NullLocator
 from pairformer_table import Table
 
 CORE = "triangle attention, core"
 STARTING = "triangle attention, starting"
+#: of factors, in the picture
+RANKS = ("32", "96")
 
 
 def spent(row: dict[str, str]) -> float:
@@ -28,24 +33,35 @@ def told(table: Table) -> Iterator[str]:
                 yield f"{what}: {way} is {', '.join(ratios)}"
 
 
+def _by_length(axes: Any, rows: list[dict[str, str]]) -> None:
+    """A line for each way; ours are solid, and of its ranks only some, lest nobody can read it."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        if row["rank"] in ("", *RANKS):
+            label = f"{row['way']}, rank {row['rank']}" if row["rank"] else row["way"]
+            lines.setdefault(label, []).append((int(row["n"]), spent(row)))
+    axes.set_prop_cycle(color=colormaps["tab20"].colors)
+    for label, points in sorted(lines.items(), key=lambda item: -max(item[1])[1]):
+        style = "o-" if label.startswith("ours") else "s--"
+        axes.plot(*zip(*sorted(points), strict=True), style, label=label)
+    axes.set(xscale="log", yscale="log", xlabel="N", ylabel="ms")
+    lengths = sorted({n for points in lines.values() for n, _ in points})
+    axes.set_xticks(lengths, [str(n) for n in lengths])
+    axes.xaxis.set_minor_locator(NullLocator())
+    if lines:  # in the order in which they end
+        axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+
+
 def draw(rows: list[dict[str, str]], path: Path) -> None:
     """The core and a whole triangle attention by N, and the error of factors by their rank."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(17, 5.5), layout="constrained")
+    figure = Figure(figsize=(21, 5.5), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     good = [r for r in rows if r["status"] == "ok" and r["mode"] == "inference"]
     for axes, component in ((left, CORE), (middle, STARTING)):
-        lines: dict[str, list[tuple[int, float]]] = {}
-        for row in (r for r in good if r["component"] == component):
-            label = f"{row['way']}, rank {row['rank']}" if row["rank"] else row["way"]
-            lines.setdefault(label, []).append((int(row["n"]), spent(row)))
-        for label, points in lines.items():
-            ours = "-" if label.startswith("ours") else "--"
-            axes.plot(*zip(*sorted(points), strict=True), ours, marker="o", label=label)
-        axes.set(xscale="log", yscale="log", xlabel="N", ylabel="ms", title=component)
-        if lines:
-            axes.legend(fontsize=6)
+        _by_length(axes, [r for r in good if r["component"] == component])
+        axes.set(title=component)
     for way, style in (("ours, factors kept", "-"), ("ours, networks", ":")):
         found = [r for r in good if r["component"] == STARTING and r["way"] == way and r["error"]]
         for n in sorted({int(r["n"]) for r in found}):
