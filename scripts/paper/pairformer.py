@@ -22,9 +22,9 @@ structures of random chains.
 Errors are relative (Frobenius), of some rows of a part's output (of the core's: some queries),
 against float64, beside what the plain formula loses in the same dtype (library_error); so are
 gradients of the inputs and, where the way has one, of the projection of the bias. replay_ms,
-of the core, is time on the card without Python between kernels (CUDA graphs). once_ms is what is
-made once per structure, and steps_200_ms what it and 200 steps take. Up to which rank factors
-are faster than the kept bias is printed.
+of inference, is time on the card without Python between kernels (CUDA graphs), where a way can be
+recorded. once_ms is what is made once per structure, and steps_200_ms what it and 200 steps take.
+Up to which rank factors are faster than the kept bias is printed.
 
 Writes pairformer.csv, row by row, and pairformer.png. What fails or takes longer than --limit-s is
 a row with its reason; after --stop-s no row is begun; --resume keeps the rows of the file and adds

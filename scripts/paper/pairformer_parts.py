@@ -315,7 +315,7 @@ def inference(
                 with torch.no_grad():
                     return runner.call(*block.inputs[name])
 
-            return Trial(call, lambda: block.errors(name, runner), once, exact=exact)
+            return Trial(call, lambda: block.errors(name, runner), once, exact=exact, replays=True)
 
         exact = block.runners(name)
         fragile = [n for n in exact if "cuEq" in n or "kernels" in n]
@@ -423,7 +423,7 @@ def diffusion(table: Table, block: Block, ranks: Sequence[int]) -> None:
         def errors() -> dict[str, float]:
             return {"error": away([call()], truth()), "library_error": plain()}
 
-        return Trial(call, errors, spent, steps=True)
+        return Trial(call, errors, spent, steps=True, replays=True)
 
     def ours(way: Way, own: Tensor | None) -> Callable[[Tensor, Tensor], Tensor]:
         return lambda s, z: module(s, z, way, own)

@@ -282,9 +282,14 @@ def break_even(rows: Sequence[dict[str, str]], dense: str, factors: str) -> list
     """
     (bias,) = (row for row in rows if row["way"] == dense)
     told = []
-    for column, what in (("ms", "one step"), ("steps_200_ms", f"{STEPS} steps")):
+    columns = {"ms": "one step", "replay_ms": "one step, the card alone",
+               "steps_200_ms": f"{STEPS} steps"}  # fmt: skip
+    for column, what in columns.items():
+        if not bias.get(column):
+            continue
         limit = float(bias[column])
-        ranks = sorted((int(r["rank"]), float(r[column])) for r in rows if r["way"] == factors)
+        found = (r for r in rows if r["way"] == factors and r.get(column))
+        ranks = sorted((int(r["rank"]), float(r[column])) for r in found)
         faster = [rank for rank, spent in ranks if spent < limit]
         slower = [rank for rank, spent in ranks if spent >= limit]
         upto = f"up to rank {max(faster)}" if faster else "at no rank that was tried"
