@@ -116,14 +116,18 @@ def test_starts_of_the_batch(kernel: str, dtype: torch.dtype, device: torch.devi
 
 
 @pytest.mark.parametrize("side", ["left", "right", "middle"])
-def test_padding(side: str, dtype: torch.dtype, kernel: str, device: torch.device) -> None:
-    """Whole parts are hidden from one entry of the batch, and everything from another."""
-    x = Inputs(device, dtype, **SIZES, batch=(3,))
+def test_padding(side: str, half: torch.dtype, kernel: str, device: torch.device) -> None:
+    """Whole parts are hidden from one entry of the batch, and everything from another.
+
+    What is visible is so far below zero that a level of zero for the others would hide it.
+    """
+    x = Inputs(device, half, **SIZES, batch=(3,))
     mask = torch.ones(3, x.m, dtype=torch.bool, device=device)
     mask[0, {"left": slice(0, 70), "right": slice(10, None), "middle": slice(30, 97)}[side]] = 0
     mask[1] = False
-    check(x, x.bias(x.low_rank()), kernel, 4, key_mask=mask)
-    out = call(x, x.bias(x.low_rank()), kernel, 3, key_mask=mask)
+    bias = x.bias(x.low_rank(), steps(x, -200.0))
+    check(x, bias, kernel, 4, key_mask=mask)
+    out = call(x, bias, kernel, 3, key_mask=mask)
     assert not out[1].any()
 
 
@@ -137,18 +141,6 @@ def test_scores_that_are_far_larger_in_one_block(
     heights = [0.0] * 6
     heights[at] = rise
     check(x, x.bias(steps(x, *heights)), kernel, 2)
-
-
-@pytest.mark.parametrize("height", [-11.8, -14.6])
-def test_many_small_weights_keep_their_bits(
-    height: float, half: torch.dtype, kernel: str, device: torch.device
-) -> None:
-    """A part whose level is raised: the sum that it must reach is that of its own keys."""
-    x = Inputs(device, half, batch=(1,), heads=1, n=1, m=40_000)
-    x.q, x.k, x.v = torch.zeros_like(x.q), torch.zeros_like(x.k), torch.ones_like(x.v)
-    with launch.split_into(4):
-        out = flashbias_attention(x.q, x.k, x.v, x.bias(steps(x, height)), backend=kernel)
-    assert (out - 1).abs().max() <= 4 * torch.finfo(half).eps
 
 
 def test_steep_alibi(half: torch.dtype, kernel: str, device: torch.device) -> None:
@@ -224,7 +216,7 @@ def test_calls_that_are_left_whole(kernel: str, device: torch.device) -> None:
             flashbias_attention(x.q, x.k, x.v, backend=kernel, **options)
             seen += [type(plan) for plan in launch._PLANS.values()]
     assert seen == [PartedPlan, LaunchPlan]
-    x = Inputs(device, torch.float32, batch=(1,), heads=1, n=1, m=200, d=16)
+    x = Inputs(device, torch.float32, batch=(1,), heads=1, n=1, m=20, d=16)
     with launch.split_into(3):
         gradients(x, x.bias(x.low_rank()), of_backend(kernel))
         assert [type(plan) for plan in launch._PLANS.values()] == [LaunchPlan]
