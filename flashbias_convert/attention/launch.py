@@ -13,6 +13,8 @@ from torch import Tensor
 from .launch_plan import MAX_PLANS, LaunchPlan, layout_of
 from .local_settings import settings_for
 from .packing import SMALLEST_SCALE, GroupSpec
+from .parted_plan import PartedPlan
+from .parts import MOST_PARTS, MOST_QUERIES, multiprocessors_of, number_of_parts
 from .strides import (
     MAX_BATCH_DIMS,
     TAILS,
@@ -31,12 +33,14 @@ from .tuning import LaunchSettings, LaunchShape
 TILED = ("q", "k", "v", "phi_k", "dense", "lookup_code")
 
 #: None: more batch dimensions than the kernel walks
-_PLANS: dict[Hashable, LaunchPlan | None] = {}
+_PLANS: dict[Hashable, LaunchPlan | PartedPlan | None] = {}
 
 #: what `observed` set: called with the group, its tensors and the options of every launch
 _observer: Callable[[GroupSpec, Mapping[str, Tensor], dict[str, Any]], None] | None = None
 #: what `forced` set: settings that take the place of those of the shape
 _forced: LaunchSettings | None = None
+#: what `split_into` set: a number of parts that takes the place of the rule's
+_parts: int | None = None
 
 
 @contextmanager
@@ -61,6 +65,25 @@ def forced(settings: LaunchSettings) -> Iterator[None]:
         yield
     finally:
         _forced, _PLANS = before, plans
+
+
+@contextmanager
+def split_into(parts: int) -> Iterator[None]:
+    """Let `parts` programs share the keys of a row, whatever the call, while the block runs.
+
+    Calls that have a gate or that keep what a backward pass needs are left whole all the same.
+
+    Raises:
+        ValueError: less than one, or more than `parts.MOST_PARTS`.
+    """
+    global _parts, _PLANS
+    if not 1 <= parts <= MOST_PARTS:
+        raise ValueError(f"parts must be from 1 to {MOST_PARTS}, got {parts}")
+    before, _parts, plans, _PLANS = _parts, parts, _PLANS, {}
+    try:
+        yield
+    finally:
+        _parts, _PLANS = before, plans
 
 
 def launch(
@@ -129,7 +152,7 @@ def make_plan(
     cosine: bool,
     bounded: bool,
     plain_scale: bool,
-) -> LaunchPlan | None:
+) -> LaunchPlan | PartedPlan | None:
     """Work out arguments and grid; see `launch` for the arguments.
 
     Returns:
@@ -147,6 +170,9 @@ def make_plan(
     heads = q.shape[-3] if spec.heads is None else len(spec.heads)
     half = q.dtype != torch.float32
     settings = _forced or settings_for(q.device, shape_of(spec, tensors))
+    entries = heads * sizes[0] * sizes[1] * sizes[2]
+    programs = -(-n // settings.block_m) * entries
+    parts = parts_for(spec, tensors, programs)
     values: dict[str, Any] = dict.fromkeys([f"{name}_ptr" for name in (*TAILS, *VECTORS)])
     values |= dict.fromkeys([f"{name}_strides" for name in TAILS])
     for name, own in zip(walked, strides, strict=True):
@@ -154,6 +180,8 @@ def make_plan(
     values |= {
         "scale": None,
         "query_start": None,
+        "parts_ptr": None,
+        "parts": None if parts == 1 else parts,
         "region_value": spec.region_value,
         "batch_1": sizes[1],
         "batch_2": sizes[2],
@@ -181,14 +209,35 @@ def make_plan(
         "BN": settings.block_n,
     }
     kernel = _kernel()
-    return LaunchPlan(
+    plan = LaunchPlan(
         kernel,
         {name: values[name] for name in kernel.arg_names},
-        [f"{name}_ptr" for name in tensors],
+        [f"{name}_ptr" for name in tensors] + ["parts_ptr"] * (parts > 1),
         ("scale", "query_start"),
-        grid=-(-n // settings.block_m) * heads * sizes[0] * sizes[1] * sizes[2],
+        grid=programs * parts,
         options=settings.options(),
         whole_rows=("ALIGNED_ROWS", ("k_ptr", "v_ptr")),
+    )
+    if parts == 1:
+        return plan
+    return PartedPlan(plan, values, tuple(tensors), parts=parts, rows=entries * n)
+
+
+def parts_for(spec: GroupSpec, tensors: Mapping[str, Tensor], programs: int) -> int:
+    """How many programs share the keys of a row; `programs` there are with one each."""
+    if "lse" in tensors or "gate" in tensors:
+        return 1
+    if _parts is not None:
+        return _parts
+    q, k, v = tensors["q"], tensors["k"], tensors["v"]
+    if q.shape[-2] > MOST_QUERIES:
+        return 1
+    width = k.shape[-1] + v.shape[-1] + spec.columns
+    return number_of_parts(
+        programs=programs,
+        keys=k.shape[-2],
+        key_bytes=width * k.element_size(),
+        multiprocessors=multiprocessors_of(q.device),
     )
 
 

@@ -2,7 +2,8 @@
 
 Scores, softmax and accumulation are fp32; exponentials are in base 2. Positions stay integers.
 Names: `*_ptr` pointers, `*_strides` tuples (batch 0, 1, 2, then the dimensions of the tensor),
-`offs_*` index vectors, capitals for compile-time sizes.
+`offs_*` index vectors, capitals for compile-time sizes. With `parts_ptr` several programs share the
+keys of a row, and `triton_combine` adds up what they leave there.
 """
 
 # mypy: ignore-errors
@@ -61,7 +62,7 @@ def _weights(x, level, to_exp2, TRAINING: tl.constexpr):
         return tl.exp2(x * to_exp2 - level * to_exp2)
 
 
-@triton.jit(do_not_specialize=["query_start"])
+@triton.jit(do_not_specialize=["query_start", "parts"])
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr,
     q_strides, k_strides, v_strides, o_strides,
@@ -82,6 +83,7 @@ def attention_kernel(
     rel_h_ptr, rel_h_strides, rel_w_ptr, rel_w_strides, axial_rows_ptr, axial_rows_strides,
     axial_y_ptr, axial_x_ptr,
     lse_ptr, lse_strides, gate_ptr, gate_strides,
+    parts_ptr, parts,
     region_value, batch_1, batch_2, G, kv_group, N, M,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     COLUMNS: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
@@ -104,6 +106,10 @@ def attention_kernel(
     pid_m = pid % blocks
     g = (pid // blocks) % G
     b = pid // blocks // G
+    if parts_ptr is not None:
+        # heads before parts: those that share keys read the same ones at the same time
+        part = b % parts
+        b = b // parts
     b2 = b % batch_2
     b1 = (b // batch_2) % batch_1
     b0 = b // batch_2 // batch_1
@@ -235,6 +241,17 @@ def attention_kernel(
     if CAUSAL:
         end = tl.maximum(tl.minimum(M, start + first + BM), 0)
         full = tl.minimum(full, tl.maximum(start + first + 1, 0) // BN * BN)
+    begin, seen = 0, M
+    if parts_ptr is not None:
+        # whole blocks of the keys that are visible at all, shared out evenly; none, where blocks
+        # are fewer than parts
+        steps = tl.cdiv(end, BN)
+        each, more = steps // parts, steps % parts
+        begin = (part * each + tl.minimum(part, more)) * BN
+        stop = begin + (each + tl.where(part < more, 1, 0)) * BN
+        end = tl.maximum(tl.minimum(end, stop), begin)
+        full = tl.maximum(tl.minimum(full, end), begin)
+        seen = end - begin
 
     k_ptr = _at(k_ptr, k_strides, b0, b1, b2) + h_kv.to(tl.int64) * k_strides[3]
     v_ptr = _at(v_ptr, v_strides, b0, b1, b2) + h_kv.to(tl.int64) * v_strides[3]
@@ -257,7 +274,7 @@ def attention_kernel(
     # that was right shows in the sums, and a block where it was not is computed once more.
     first_key, quick_end = full, full
     if QUICK:
-        first_key = tl.where(full == end, tl.maximum(end - BN, 0), full)
+        first_key = tl.where(full == end, tl.maximum(end - BN, begin), full)
         quick_end = first_key
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
@@ -266,14 +283,18 @@ def attention_kernel(
     again = True
     while again:
         for MASKED in tl.static_range(1, -1, -1):
-            lower = first_key if MASKED else 0
+            lower = first_key if MASKED else begin
             upper = end if MASKED else quick_end
             if QUICK and not MASKED:
                 # a level so low that usual scores would overflow is raised
-                lowest = tl.where(quick_end > 0, LOWEST_LEVEL / to_exp2, float("-inf"))
+                lowest = tl.where(quick_end > begin, LOWEST_LEVEL / to_exp2, float("-inf"))
                 raised = tl.maximum(top, lowest)
+                if parts_ptr is not None:
+                    # with ALiBi far keys are all low; a whole block of them is as good a level as
+                    # any, and no reason to compute a part twice
+                    raised = tl.where((full == end) & (top > float("-inf")), top, raised)
                 # weights below 2**-14 lose bits in fp16: many of them must not make up a sum
-                fewest = tl.maximum(LEAST_SUM, M * 2.0**-13) if HALF else LEAST_SUM
+                fewest = tl.maximum(LEAST_SUM, seen * 2.0**-13) if HALF else LEAST_SUM
                 least = tl.where(top == raised, LEAST_SUM, fewest)
                 shrink = tl.where(top == raised, 1.0, tl.exp2((top - raised) * to_exp2))
                 total, acc, top = total * shrink, acc * shrink[:, None], raised
@@ -403,29 +424,43 @@ def attention_kernel(
             finite = tl.sum(tl.abs(acc), 1) < float("inf")
             usual = (total >= least) & (total <= LARGEST_SUM) & finite
             unusual = in_rows & (usual == 0)
-            again = (tl.max(unusual.to(tl.int32), 0) > 0) & (quick_end > 0)
+            again = (tl.max(unusual.to(tl.int32), 0) > 0) & (quick_end > begin)
             if again:
-                first_key, quick_end = 0, 0
+                first_key, quick_end = begin, begin
                 top = tl.full([BM], float("-inf"), tl.float32)
                 total = tl.zeros([BM], tl.float32)
                 acc = tl.zeros([BM, BLOCK_DV], tl.float32)
 
-    # a row without any visible key gives zeros
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    if gate_ptr is not None:
-        gate_ptr = _at(gate_ptr, gate_strides, b0, b1, b2) + h.to(tl.int64) * gate_strides[3]
-        gate = tl.load(
-            gate_ptr + safe_m[:, None] * gate_strides[4] + offs_dv[None, :] * gate_strides[5],
+    if parts_ptr is not None:
+        # sums (rows, DV), then levels and totals (rows,); a row is one of a part. Levels are in
+        # base 2, and -inf where nothing is visible.
+        level = tl.where(total == 0.0, float("-inf"), 0.0 if BOUNDED else top * to_exp2)
+        rows = tl.num_programs(0).to(tl.int64) // blocks * N
+        row = (pid // blocks).to(tl.int64) * N + safe_m
+        tl.store(
+            parts_ptr + row[:, None] * DV + offs_dv[None, :],
+            acc,
             mask=in_rows[:, None] & (offs_dv[None, :] < DV),
-            other=0.0,
-        )  # (BM, BLOCK_DV)
-        acc = acc / (1.0 + tl.exp(-gate.to(tl.float32)))
-    o_ptr = _at(o_ptr, o_strides, b0, b1, b2) + h.to(tl.int64) * o_strides[3]
-    tl.store(
-        o_ptr + safe_m[:, None] * o_strides[4] + offs_dv[None, :] * o_strides[5],
-        acc.to(o_ptr.dtype.element_ty),
-        mask=in_rows[:, None] & (offs_dv[None, :] < DV),
-    )
+        )
+        tl.store(parts_ptr + rows * DV + row, level, mask=in_rows)
+        tl.store(parts_ptr + rows * (DV + 1) + row, total, mask=in_rows)
+    else:
+        # a row without any visible key gives zeros
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        if gate_ptr is not None:
+            gate_ptr = _at(gate_ptr, gate_strides, b0, b1, b2) + h.to(tl.int64) * gate_strides[3]
+            gate = tl.load(
+                gate_ptr + safe_m[:, None] * gate_strides[4] + offs_dv[None, :] * gate_strides[5],
+                mask=in_rows[:, None] & (offs_dv[None, :] < DV),
+                other=0.0,
+            )  # (BM, BLOCK_DV)
+            acc = acc / (1.0 + tl.exp(-gate.to(tl.float32)))
+        o_ptr = _at(o_ptr, o_strides, b0, b1, b2) + h.to(tl.int64) * o_strides[3]
+        tl.store(
+            o_ptr + safe_m[:, None] * o_strides[4] + offs_dv[None, :] * o_strides[5],
+            acc.to(o_ptr.dtype.element_ty),
+            mask=in_rows[:, None] & (offs_dv[None, :] < DV),
+        )
     if lse_ptr is not None:
         # for the backward pass, in natural units: what was subtracted before exponentials were
         # taken, and one by their sum. Scores are those of the formula, what is constant along a

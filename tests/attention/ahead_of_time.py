@@ -27,6 +27,7 @@ from flashbias_convert.attention import (
     launch,
     normalize,
     triton_backward,
+    triton_combine,
     triton_forward,
     triton_keys,
     triton_pairs,
@@ -169,6 +170,7 @@ def _recording(with_forward: bool = True) -> Iterator[list[Compiled]]:
 #: Kernels besides the forward one, which a plan keeps.
 KERNELS = (
     (triton_forward, "normalize_rows_kernel"),
+    (triton_combine, "combine_parts_kernel"),
     (triton_backward, "delta_kernel"),
     (triton_backward, "query_gradients_kernel"),
     (triton_keys, "key_gradients_kernel"),

@@ -73,6 +73,14 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[request.param]
 
 
+@pytest.fixture(params=["fp16", "bf16"])
+def half(request: pytest.FixtureRequest, device: torch.device) -> torch.dtype:
+    """fp16 and, on a card, bf16."""
+    if request.param == "bf16" and device.type == "cpu":
+        pytest.skip("Triton's interpreter takes bf16 for raw bits")
+    return torch.float16 if request.param == "fp16" else torch.bfloat16
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """In the interpreter run only what the kernel takes part in; the rest has run without it."""
     if not INTERPRETED:

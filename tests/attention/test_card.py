@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import pytest
 import torch
 
 from flashbias_convert import Dense, LowRank, ScoreBias
 from flashbias_convert.attention import PreparedBias, flashbias_attention, launch
+from flashbias_convert.attention.packing import GroupSpec
 from flashbias_convert.attention.tuning import LaunchSettings
 from tests.support import assert_parity
 
@@ -93,6 +95,66 @@ def test_a_hundred_calls_give_the_same_bits(name: str) -> None:
     first = flashbias_attention(x.q, x.k, x.v, bias, backend="triton")
     for _ in range(99):
         assert torch.equal(first, flashbias_attention(x.q, x.k, x.v, bias, backend="triton"))
+
+
+#: heads, kv_heads, head size, batch
+DECODING = {"50 x 32": (50, 50, 32, 1), "32 x 128": (32, 8, 128, 1), "8 x 64, batch": (8, 8, 64, 3)}
+
+
+@pytest.mark.parametrize("m", [8192, 8001])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["none", "low_rank", "alibi", "key_bias"])
+@pytest.mark.parametrize("sizes", DECODING)
+def test_long_decoding_is_shared_out_by_itself(
+    sizes: str, name: str, dtype: torch.dtype, m: int
+) -> None:
+    """Few queries and many keys: several programs each, on cards of 50 multiprocessors or more."""
+    heads, kv_heads, d, batch = DECODING[sizes]
+    x = Inputs(
+        CUDA, dtype, batch=(batch,), heads=heads, kv_heads=kv_heads, n=1 if m % 2 else 2, m=m, d=d
+    )
+    bias, options = BIASES[name](x), {"causal": name == "alibi"}
+    seen: list[int] = []
+
+    def note(spec: GroupSpec, tensors: Mapping[str, torch.Tensor], _: object) -> None:
+        seen.append(launch.parts_for(spec, tensors, heads * batch))
+
+    with launch.observed(note):
+        out = flashbias_attention(x.q, x.k, x.v, bias, backend="triton", **options)
+    assert seen and min(seen) > 1
+    assert_parity(out, plain_of(x, bias, **options), truth_of(x, bias, **options))
+
+
+def test_decoding_in_parts_repeats_and_replays() -> None:
+    """A hundred calls, a CUDA graph, and new inputs in its replays: the same bits."""
+    x = Inputs(CUDA, torch.bfloat16, batch=(1,), heads=50, n=1, m=8192, d=32)
+    bias = PreparedBias(x.bias(x.alibi()))
+
+    def call() -> torch.Tensor:
+        return flashbias_attention(x.q, x.k, x.v, bias, causal=True, backend="triton")
+
+    first = call()
+    assert all(torch.equal(first, call()) for _ in range(100))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for _ in range(3):
+        x.q.copy_(torch.randn_like(x.q))
+        graph.replay()
+        assert torch.equal(out, call())
+
+
+def test_parts_beyond_32_bits() -> None:
+    """Keys 2**27 elements apart in a layout (M, B, H, D): the last is beyond 2**31."""
+    m, step = 40, 2**27
+    storage = torch.empty((m - 1) * step + 16, dtype=torch.float16, device=CUDA)
+    k = storage.as_strided((1, 1, m, 16), (16, 16, step, 1))
+    x = Inputs(CUDA, torch.float16, batch=(1,), heads=1, n=1, m=m, d=16)
+    k.copy_(x.k)
+    with launch.forced(LaunchSettings(16, 16, 4, 2)), launch.split_into(3):
+        out = flashbias_attention(x.q, k, x.v, backend="triton")
+    assert_parity(out, plain_of(x, None), truth_of(x, None))
 
 
 @pytest.mark.parametrize("block", [32, 64, 128])

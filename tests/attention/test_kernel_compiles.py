@@ -6,6 +6,7 @@ Triton's interpreter lets pass what the compiler refuses, such as a matrix produ
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 import torch
 
 from flashbias_convert import Dense, ScoreBias
+from flashbias_convert.attention import launch
+from flashbias_convert.attention.parts import MOST_PARTS
 from flashbias_convert.terms import TERM_KINDS
 
 from .cases import Inputs
@@ -204,3 +207,42 @@ def test_rows_that_start_at_vectors_are_read_in_vectors(d: int) -> None:
     q, k, v = odd.movedim(-3, 0).transpose(-2, -3).unbind(0)
     (compiled,) = compile_attention(q, k, v, None)
     assert not compiled.constants["ALIGNED_ROWS"]
+
+
+def parameters_of(compiled: Compiled) -> int:
+    """Arguments that the kernel is given on the card."""
+    entry = compiled.ptx[compiled.ptx.index(".entry") :]
+    return entry[: entry.index("{")].count(".param")
+
+
+@pytest.mark.parametrize("name", [n for n, v in VARIANTS.items() if v.n == 1])
+def test_parts_of_the_keys_compile(name: str) -> None:
+    """Two arguments more, the numbers left for the second kernel and how many parts there are."""
+    (whole,) = VARIANTS[name].compile()
+    with launch.split_into(3):
+        part, combine = VARIANTS[name].compile()
+    assert (part.name, combine.name) == ("attention_kernel", "combine_parts_kernel")
+    assert max(part.shared, combine.shared) < HOPPER_SHARED_BYTES
+    assert parameters_of(part) == parameters_of(whole) + 2
+    assert part.constants == whole.constants
+
+
+def test_the_largest_sums_of_parts_compile() -> None:
+    """64 rows of 256 numbers, all at once, and never in the order of a race."""
+    x = Inputs(CPU, FP16, n=1, m=600, d=16, dv=256)
+    with launch.split_into(MOST_PARTS):
+        _, combine = compile_attention(x.q, x.k, x.v, None)
+    assert (combine.constants["PARTS"], combine.constants["DV"]) == (64, 256)
+    assert combine.shared < HOPPER_SHARED_BYTES
+    assert not re.search(r"\b(atom|red)\.", combine.ptx)
+
+
+@pytest.mark.parametrize("option", ["gated", "long"])
+def test_calls_that_have_no_parts(option: str) -> None:
+    """The same kernel, whatever the number of parts: what is not used costs nothing."""
+    n = 100 if option == "long" else 1
+    variant = Variant(BF16, n, 64, sizes={"m": 8192}, options=(option,))
+    with launch.split_into(1):
+        (whole,) = variant.compile()
+    (found,) = variant.compile()
+    assert found.ptx == whole.ptx

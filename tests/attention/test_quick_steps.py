@@ -15,16 +15,6 @@ from flashbias_convert.attention import flashbias_attention
 from .cases import BIASES, Inputs
 from .test_values import check
 
-HALVES = ["fp16", "bf16"]
-
-
-@pytest.fixture(params=HALVES)
-def half(request: pytest.FixtureRequest, device: torch.device) -> torch.dtype:
-    """fp16 and, on a card, bf16."""
-    if request.param == "bf16" and device.type == "cpu":
-        pytest.skip("Triton's interpreter takes bf16 for raw bits")
-    return torch.float16 if request.param == "fp16" else torch.bfloat16
-
 
 def steps(x: Inputs, *heights: float) -> KeyBias:
     """A bias that is constant along equal stretches of the keys."""
