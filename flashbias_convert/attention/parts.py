@@ -16,7 +16,7 @@ MOST_QUERIES = 16
 #: What `combine_parts_kernel` adds up at once.
 MOST_PARTS = 64
 #: Fewer keys than these in a part, or bytes of them, do not pay for starting a program.
-LEAST_KEYS = 512
+LEAST_KEYS = 128
 LEAST_BYTES = 64 * 1024
 #: Below so many bytes of keys in all, the second launch takes longer than is won.
 SPLIT_BYTES = 256 * 1024
