@@ -430,6 +430,20 @@ def test_owner_and_attention_come_and_go_together(name: str) -> None:
     assert torch.equal(logits(model, ids), plain)
 
 
+@pytest.mark.parametrize("cast", [lambda m: m.bfloat16(), lambda m: m.half().float()])
+def test_a_cast_after_patching_rounds_no_slope_and_no_position(
+    name: str, cast: Callable[[Any], Any]
+) -> None:
+    """Half of the tokens are beyond 256, where bfloat16 has no odd positions."""
+    ids, mask = tokens(2, 512), padding(2, 512)
+    before, after = patch(cast(make(name))), cast(patch(make(name)))
+    expected = logits(before, ids, attention_mask=mask)
+    assert torch.equal(logits(after, ids, attention_mask=mask), expected)
+    slopes = [m.score_bias.bias.terms[0].slopes for m in patched_modules(after)]
+    fresh = inspect_model(make(name)).sites[0].bias.terms[0].slopes
+    assert slopes and all(torch.equal(own, fresh) for own in slopes)
+
+
 def test_patching_twice_is_patching_once_and_touches_no_other_model(name: str) -> None:
     model, other, ids, mask = make(name), make(name), tokens(), padding()
     plain = logits(other, ids, attention_mask=mask)
