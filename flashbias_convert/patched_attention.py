@@ -41,6 +41,8 @@ class PatchedAttention(Composed):
 
     #: names of children that the original forward calls and `flashbias_forward` does not
     bypassed: ClassVar[tuple[str, ...]] = ()
+    #: names of children that it does not call either, but parts of which it does
+    taken_apart: ClassVar[tuple[str, ...]] = ()
     #: names of attributes that count heads, where `parallel.shard_sites` may split them
     head_counts: ClassVar[tuple[str, ...]] = ()
     #: names of parameters and buffers with an entry, or a group of equal size, for every head

@@ -23,6 +23,8 @@ class TriangleAttention(PairAttention):
     mask holds ones and zeros. A row without any visible key gives zeros, not a mean of padding.
     """
 
+    taken_apart = ("mha",)
+
     starting: bool
     layer_norm: nn.Module
     mha: nn.Module

@@ -24,6 +24,8 @@ class OpenFold3AttentionPairBias(PairAttention):
     structure without any token that counts gives zeros, not a mean of padding.
     """
 
+    taken_apart = ("mha",)
+
     mha: nn.Module
     linear_z: nn.Linear
     linear_ada_out: nn.Linear

@@ -19,6 +19,8 @@ from flashbias_convert.recipe import Description, Observed, Recipe, Site, Unsupp
 class ProtenixAttentionPairBias(PairAttention):
     """`AttentionPairBias` (AlphaFold 3, algorithm 24) between all tokens; there is no mask."""
 
+    taken_apart = ("attention",)
+
     has_s: bool
     attention: nn.Module
     layernorm_a: nn.Module

@@ -19,9 +19,11 @@ import transformers
 from torch import Tensor, nn
 
 from flashbias_convert import LowRank, Regions, ScoreBias, patch_model
+from flashbias_convert.attention import flashbias_attention
 from flashbias_convert.attention.packing import pack
 from flashbias_convert.models.alibi_gpt2 import AlibiGPT2Config, AlibiGPT2LMHeadModel
 from flashbias_convert.modules import ScoreBiasModule
+from flashbias_convert.terms.score_bias import TERM_KINDS
 from flashbias_convert.verification.outputs import tensors_of
 from tests.checkpoint.models import images, tiny_model
 from tests.kernel_calls import Graphs, Launches
@@ -130,6 +132,46 @@ def test_terms_that_are_left_out_do_not_compile_twice(prepared: bool) -> None:
     assert counter.count == 1
     assert torch.equal(terms(q, k, v, without=(Regions.kind,)), out)
     assert not torch.allclose(terms(q, k, v), out)
+
+
+def terms_of(kind: str, n: int) -> dict[str, Tensor]:
+    """Tensors of a term for two heads and n tokens."""
+    if kind == "low_rank":
+        return {"phi_q": torch.randn(2, n, 3), "phi_k": torch.randn(2, n, 3)}
+    if kind == "relative_table":
+        places = torch.arange(n, dtype=torch.int32)
+        return {"table": torch.randn(2, 2 * n - 1), "u": places, "v": places.flip(0)}
+    return {"bias": torch.randn(2, n, n)}
+
+
+@pytest.mark.parametrize("kind", ["low_rank", "relative_table", "dense"])
+def test_lengths_that_change_with_their_terms_are_compiled_once(kind: str) -> None:
+    """Terms that are made in each call are for its size, and no message says which it was."""
+    counter = Counter()
+
+    def call(q: Tensor, k: Tensor, v: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+        bias = ScoreBias((TERM_KINDS[kind](**tensors),), 2)
+        return flashbias_attention(q, k, v, bias, backend="sdpa")
+
+    compiled: Any = torch.compile(call, backend=counter, fullgraph=True, dynamic=True)
+    for n in (49, 64, 100):
+        inputs = (*torch.randn(3, 1, 2, n, 8).unbind(0), terms_of(kind, n))
+        torch.testing.assert_close(compiled(*inputs), call(*inputs))
+    assert counter.count == 1
+
+
+def test_a_model_that_makes_its_bias_in_each_call_is_compiled_once_for_all_lengths() -> None:
+    sizes = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1}
+    model: Any = transformers.T5EncoderModel(transformers.T5Config(**sizes, num_heads=2)).eval()
+    patch_model(model, backend="sdpa", force_all=True)
+    counter = Counter()
+    compiled: Any = torch.compile(model, backend=counter, dynamic=True)
+    with torch.no_grad():
+        for n in (12, 17, 33):
+            ids = torch.arange(n)[None]
+            found, expected = compiled(ids)[0], model(ids)[0]
+            torch.testing.assert_close(found, expected)
+    assert counter.count == 1
 
 
 # -- inference mode and autocast -----------------------------------------------------------------

@@ -184,7 +184,8 @@ def prepare(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
     """Tensors that safetensors can store, and alias -> stored name of those that are tied.
 
     Raises:
-        CheckpointError: a tensor without data (meta), or one that is not a plain dense tensor.
+        CheckpointError: a tensor without data (meta), one that is not a plain dense tensor, or
+            something else, as some modules leave in their state dict.
     """
     stored: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
@@ -200,6 +201,8 @@ def prepare(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
 
 
 def _require_plain(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise CheckpointError(f"{name} is no tensor but a {type(tensor).__name__}; cannot be saved")
     if tensor.is_meta:
         raise CheckpointError(f"{name} is on the meta device, it has no values to save")
     if tensor.layout != torch.strided or tensor.is_quantized:

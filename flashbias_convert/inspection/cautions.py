@@ -42,12 +42,11 @@ def _alias_warning(match: Match) -> str | None:
 
 
 def _hook_warning(match: Match) -> str | None:
-    hooked = [
-        name
-        for name in match.recipe.attention.bypassed
-        for child in [match.site.module._modules.get(name)]
-        if child is not None and any(map(_has_hooks, child.modules()))
-    ]
+    attention = match.recipe.attention
+    children = {n: c for n, c in match.site.module._modules.items() if c is not None}
+    silent = {n: list(children[n].modules()) for n in attention.bypassed if n in children}
+    silent |= {n: [children[n]] for n in attention.taken_apart if n in children}
+    hooked = [name for name, modules in silent.items() if any(map(_has_hooks, modules))]
     if not hooked:
         return None
     return f"hooks on {', '.join(hooked)} do not run in a patched forward, which does not call them"

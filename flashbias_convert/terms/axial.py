@@ -13,7 +13,6 @@ from .base import (
     castable_tensor,
     joint_shape,
     pinned_tensor,
-    require,
     require_integer,
     require_shape,
 )
@@ -47,8 +46,9 @@ class Axial(Term):
         for name in ("y", "x"):
             coordinates = getattr(self, name)
             require_integer(name, coordinates)
-            shape = tuple(coordinates.shape)
-            require(coordinates.dim() == 1, f"{name} must be one-dimensional, got {shape}")
+            if coordinates.dim() != 1:
+                shape = tuple(coordinates.shape)
+                raise ValueError(f"{name} must be one-dimensional, got {shape}")
 
     def sizes(self) -> list[tuple[str, int, str]]:
         return [

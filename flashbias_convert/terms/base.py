@@ -92,10 +92,10 @@ class Term:
             sizes.append(("row_scale", int(self.row_scale.shape[-1]), "queries"))
         expected = {"queries": n, "keys": m}
         for name, size, axis in sizes:
-            require(
-                size == expected[axis],
-                f"{self.kind}: {name} is for {size} {axis}, the call has {expected[axis]}",
-            )
+            if size != expected[axis]:  # a message made before would fix the sizes of a trace
+                raise ValueError(
+                    f"{self.kind}: {name} is for {size} {axis}, the call has {expected[axis]}"
+                )
 
     def batch_shape(self) -> tuple[int, ...]:
         """Broadcast shape of the leading dimensions of all tensors of this term."""
@@ -209,17 +209,18 @@ def joint_shape(*shapes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise ValueError(message) unless `condition` holds."""
+    """Raise ValueError(message) unless `condition` holds.
+
+    Not for messages that say the size of a call: torch.compile would compile for that size alone.
+    """
     if not condition:
         raise ValueError(message)
 
 
 def require_shape(name: str, tensor: Tensor, min_dims: int, layout: str) -> None:
     """Raise ValueError unless `tensor` has at least `min_dims` dimensions."""
-    require(
-        tensor.dim() >= min_dims,
-        f"{name} must have shape {layout}, got {tuple(tensor.shape)}",
-    )
+    if tensor.dim() < min_dims:
+        raise ValueError(f"{name} must have shape {layout}, got {tuple(tensor.shape)}")
 
 
 def require_integer(name: str, tensor: Tensor) -> None:

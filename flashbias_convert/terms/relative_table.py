@@ -37,7 +37,8 @@ class RelativeTable(Term):
         for name in ("u", "v"):
             codes = getattr(self, name)
             require_integer(name, codes)
-            require(codes.dim() == 1, f"{name} must be one-dimensional, got {tuple(codes.shape)}")
+            if codes.dim() != 1:
+                raise ValueError(f"{name} must be one-dimensional, got {tuple(codes.shape)}")
 
     def check_codes(self) -> None:
         """Raise ValueError if a code points outside the table (reads the codes: synchronises)."""

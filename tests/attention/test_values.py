@@ -447,6 +447,19 @@ def test_a_wider_bias_in_every_backend_of_torch(
         assert_parity(out, plain_of(x, bias), truth_of(x, bias))
 
 
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_any_layout_where_torch_attends(
+    which: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Rows that start between vectors, and a bias whose rows are no multiple of 8."""
+    x = Inputs(device, dtype, n=43, m=43)
+    bias = x.bias(x.dense())
+    plain, truth = plain_of(x, bias), truth_of(x, bias)
+    for view in views(getattr(x, which)):
+        call = {"q": x.q, "k": x.k, "v": x.v, which: view}
+        assert_parity(flashbias_attention(**call, bias=bias, backend="sdpa"), plain, truth)
+
+
 def test_a_half_precision_dense_bias_with_fp32_queries(backend: str, device: torch.device) -> None:
     x = Inputs(device)
     check(x, x.bias(Dense(bias=x.dense().bias.half())), backend)

@@ -134,6 +134,9 @@ def test_the_wrong_architecture_says_what_is_missing(tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "x.safetensors")
     with pytest.raises(CheckpointError, match=r"only \d+ of the model's \d+ tensors.*missing: "):
         open_model(path, arch=f"timm:{NAME}", arch_args={**ARGS, "depths": [2, 2]})
+    save_file({f"{k}_of_another": v for k, v in tiny_weights().items()}, tmp_path / "y.safetensors")
+    with pytest.raises(CheckpointError, match=r"only 0 of the model's \d+ tensors"):
+        open_model(tmp_path / "y.safetensors", arch=f"timm:{NAME}", arch_args=ARGS)
     with pytest.raises(CheckpointError, match="has shape"):
         open_model(path, arch=f"timm:{NAME}", arch_args={**ARGS, "embed_dim": 32})
 

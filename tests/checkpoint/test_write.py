@@ -94,6 +94,14 @@ def test_tensors_without_values_are_refused(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
+@pytest.mark.parametrize("value", [3, 0.5, [1, 2], {"rank": 3}, None])
+def test_what_is_no_tensor_is_refused_by_name(tmp_path: Path, value: Any) -> None:
+    """A file of safetensors holds tensors alone; numbers about them are part of the plan."""
+    with pytest.raises(CheckpointError, match=f"extra is no tensor but a {type(value).__name__}"):
+        write_file(tmp_path / "x.safetensors", {"extra": value}, PLAN)
+    assert names(tmp_path) == []
+
+
 # -- existing files ------------------------------------------------------------------------
 
 

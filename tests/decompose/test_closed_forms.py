@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flashbias_convert import Alibi
+from flashbias_convert.attention import flashbias_attention
 from flashbias_convert.decompose.closed_forms import alibi_slopes, spatial_distance
 from flashbias_convert.errors import UsageError
 
@@ -60,6 +61,25 @@ def test_distance_up_to_a_constant_per_row(dimension: int, shift: float):
     assert found.shape == (2, 3, 9, 11)
     rest = found - expected
     assert (rest - rest.mean(-1, keepdim=True)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shift", [0.0, 100.0, 1000.0, 5000.0])
+def test_points_far_from_the_origin_keep_their_distances(
+    shift: float, dtype: torch.dtype, backend: str
+):
+    """x^2 - 2 x y + y^2 of fp32 numbers would lose all of 0.25 at 5000, and of fp16 at 100."""
+    points = torch.tensor([[0.0], [0.5], [1.0]]) + shift
+    bias = spatial_distance(points)
+    found = bias.dense(3, 3)[0]
+    expected = -torch.tensor([[0.0, 0.25, 1.0], [0.25, 0.0, 0.25], [1.0, 0.25, 0.0]])
+    assert torch.equal(found - found.diagonal()[:, None], expected)
+    q, k = torch.zeros(2, 1, 1, 3, 8, dtype=dtype).unbind(0)
+    weights = torch.eye(3, dtype=dtype)[None, None]
+    out = flashbias_attention(q, k, weights, bias, backend=backend)[0, 0]
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(out.float(), expected.softmax(-1), rtol=2 * eps, atol=0.0)
 
 
 def test_distance_with_a_weight_per_query_and_head():

@@ -38,7 +38,8 @@ def features(model: nn.Module, x: Tensor) -> Tensor:
 
 def case(name: str, size: tuple[int, int] = (32, 32), **changes: Any) -> Case:
     masked = changes.pop("masked", True)
-    return Case(name, lambda: make(**changes), (2, 3, *size), features, masked=masked)
+    sites = changes.pop("sites", 3)
+    return Case(name, lambda: make(**changes), (2, 3, *size), features, sites, masked)
 
 
 BASIC = case("square")
@@ -46,6 +47,16 @@ CASES = [
     BASIC,
     case("window larger than the map", window_size=24, masked=False),
     case("no multiple of the window", (36, 36), img_size=36, window_size=7),
+    case(
+        "windows as large as the maps",
+        (64, 64),
+        img_size=64,
+        depths=(1, 2, 1, 1),
+        window_size=7,
+        num_heads=(2,) * 4,
+        patch_size=4,
+        sites=5,
+    ),
     case("non-square", (32, 48), img_size=(32, 48), window_size=(4, 8)),
     case("always partition", always_partition=True, window_size=12),
     case("no qkv bias", qkv_bias=False),
@@ -77,6 +88,13 @@ def test_fused_originals_agree() -> None:
 
 
 def test_windows_differ_between_blocks_and_short_ones_are_left_alone() -> None:
+    (by_map,) = (case for case in CASES if case.name == "windows as large as the maps")
+    model = by_map.model()
+    assert [(s.n, s.heads) for s in inspect_model(model, force_all=True).sites] == [
+        (49, 2), (49, 2), (49, 2), (16, 2), (4, 2),
+    ]  # fmt: skip
+    shifts = [block.shift_size for layer in model.layers for block in layer.blocks]
+    assert shifts == [(0, 0), (0, 0), (3, 3), (0, 0), (0, 0)]
     plan = inspect_model(BASIC.model())
     assert [(s.n, s.heads, s.head_dim) for s in plan.sites] == [(16, 2, 16)] * 2 + [(16, 4, 16)]
     model = make(window_size=3, img_size=24).eval()

@@ -430,6 +430,33 @@ def test_owner_and_attention_come_and_go_together(name: str) -> None:
     assert torch.equal(logits(model, ids), plain)
 
 
+@pytest.mark.parametrize("cast", [lambda m: m.bfloat16(), lambda m: m.half().float()])
+def test_a_cast_after_patching_rounds_no_slope_and_no_position(
+    name: str, cast: Callable[[Any], Any]
+) -> None:
+    """Half of the tokens are beyond 256, where bfloat16 has no odd positions."""
+    ids, mask = tokens(2, 512), padding(2, 512)
+    before, after = patch(cast(make(name))), cast(patch(make(name)))
+    expected = logits(before, ids, attention_mask=mask)
+    assert torch.equal(logits(after, ids, attention_mask=mask), expected)
+    slopes = [m.score_bias.bias.terms[0].slopes for m in patched_modules(after)]
+    fresh = inspect_model(make(name)).sites[0].bias.terms[0].slopes
+    assert slopes and all(torch.equal(own, fresh) for own in slopes)
+
+
+def test_patching_twice_is_patching_once_and_touches_no_other_model(name: str) -> None:
+    model, other, ids, mask = make(name), make(name), tokens(), padding()
+    plain = logits(other, ids, attention_mask=mask)
+    once = logits(patch(model), ids, attention_mask=mask)
+    keys, classes = list(model.state_dict()), [type(m) for m in model.modules()]
+    assert torch.equal(logits(patch(model), ids, attention_mask=mask), once)
+    assert list(model.state_dict()) == keys
+    assert [type(m).__mro__ for m in model.modules()] == [c.__mro__ for c in classes]
+    assert not patched_owners(other) and not patched_modules(other)
+    assert torch.equal(logits(other, ids, attention_mask=mask), plain)
+    assert not torch.equal(once, plain)
+
+
 def test_one_layer_left_alone_means_all(name: str) -> None:
     model = make(name)
     sites = [site.name for site in inspect_model(model).sites]
@@ -500,6 +527,30 @@ def test_slopes_are_those_of_the_model(name: str) -> None:
     expected["gpt2"] = expected["bloom"]
     expected["falcon"] = [slope / math.sqrt(8) for slope in expected["bloom"]]
     torch.testing.assert_close(term.slopes, torch.tensor(expected[name]))
+
+
+def two_part_slopes(heads: int) -> list[float]:
+    """Press et al.: those of the next smaller power of two, and every other one of the larger."""
+    smaller = 2 ** int(math.log2(heads))
+    first = [2 ** (-8 * i / smaller) for i in range(1, smaller + 1)]
+    return (first + [2 ** (-4 * i / smaller) for i in range(1, 2 * smaller, 2)])[:heads]
+
+
+@pytest.mark.parametrize(("heads", "size"), [(6, 64), (12, 8), (40, 8), (50, 8)])
+def test_slopes_of_any_number_of_heads_and_of_any_size(name: str, heads: int, size: int) -> None:
+    """Falcon divides its bias, rounded to bfloat16, by the root of the size; the others do not."""
+    model = make(name)
+    attribute = {"bloom": ("hidden_size", "n_head"), "mpt": ("d_model", "n_heads")}
+    attribute |= {"falcon": ("hidden_size", "num_attention_heads"), "gpt2": ("n_embd", "n_head")}
+    config = copy.deepcopy(model.config)
+    for key, value in zip(attribute[name], (heads * size, heads), strict=True):
+        setattr(config, key, value)
+    (term,) = inspect_model(type(model)(config).eval()).sites[0].bias.terms
+    expected = torch.tensor(two_part_slopes(heads))
+    rounding = {"rtol": 1e-6, "atol": 0.0}
+    if name == "falcon":
+        expected, rounding = expected / math.sqrt(size), {"rtol": 2**-8, "atol": 0.0}
+    torch.testing.assert_close(term.slopes, expected, **rounding)
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def test_lengths_of_mpnet(n: int) -> None:
 # -- decoding ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("cache", [None, "static", "none at all"])
 @pytest.mark.parametrize("name", ["t5", "umt5"])
 def test_generate(name: str, cache: str | None) -> None:
     model = t5(name)
@@ -204,7 +204,9 @@ def test_generate(name: str, cache: str | None) -> None:
     patch_model(model, backend="sdpa")
     calls = []
     patched_owners(model)[0].register_forward_hook(lambda *_: calls.append(1))
-    if cache is not None:
+    if cache == "none at all":
+        settings["use_cache"] = False
+    elif cache is not None:
         settings["cache_implementation"] = cache
     out = model.generate(tokens(), **settings)
     assert calls and torch.equal(out.sequences, plain.sequences)
