@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flashbias_convert import patch_model
 from tests.checkpoint.models import ARGS, NAME, images
-from tests.recipes.test_transformers_alibi import make
+from tests.recipes.alibi.models import make
 from tests.toy import TOY, make_input, make_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
