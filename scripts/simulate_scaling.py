@@ -11,8 +11,10 @@ and unpacks all), takes as long as on one. No network is part of this: results a
 "bound" is what no order of the parts could beat. The job itself runs on two processes, too (gloo),
 for the row of two.
 
-Seconds are those of the processor, not of the clock: other programs do not count. Writes
-`scripts/results/simulate_scaling.csv` and a picture.
+Seconds are those of the processor, not of the clock: the turns of other programs do not count.
+What they do to shared caches and cores does: beside them, all seconds grow, and since each part
+is timed once, speed-ups that the longest part decides (as many processes as parts) move most.
+Writes `scripts/results/simulate_scaling.csv` and a picture.
 """
 
 from __future__ import annotations
