@@ -159,17 +159,30 @@ def measure(name: str, tiny: bool) -> Measured:
 
 @contextmanager
 def parts_timed(found: Measured) -> Iterator[None]:
-    """Inside, calls that could be shared out are timed one by one."""
+    """Inside, calls that could be shared out are timed one by one.
+
+    A calibration runs the original on inputs that `own` has shared out, and exchanges nothing:
+    those runs are a step, too.
+    """
+    inside, runs = [False], []
+
+    def outputs(*args: Any) -> Any:
+        started = time.process_time()
+        found = real_outputs(*args)
+        if not inside[0]:
+            runs.append(time.process_time() - started)
+        return found
 
     def each(
         work: Sequence[Callable[[], Any]], group: Any, costs: Sequence[float] | None = None
     ) -> list[Any]:
         found.costs.append([1.0] * len(work) if costs is None else costs)
-        seconds, results = [], []
+        seconds, results, inside[0] = [], [], True
         for call in work:
             started = time.process_time()
             results.append(call())
             seconds.append(time.process_time() - started)
+        inside[0] = False
         found.steps.append(seconds)
         started = time.process_time()
         pickle.loads(pickle.dumps(results))
@@ -178,12 +191,17 @@ def parts_timed(found: Measured) -> Iterator[None]:
 
     rooms = ("calibration.calibrate", "fitting.sites", "shares")
     modules = [importlib.import_module(f"flashbias_convert.{room}") for room in rooms]
-    before = [module.each for module in modules]
+    before, real_outputs = [module.each for module in modules], modules[0].outputs_of
+    modules[0].outputs_of = outputs
     for module in modules:
         module.each = each
     try:
         yield
+        if runs:
+            found.steps.append(runs)
+            found.costs.append([1.0] * len(runs))
     finally:
+        modules[0].outputs_of = real_outputs
         for module, kept in zip(modules, before, strict=True):
             module.each = kept
 
