@@ -15,7 +15,7 @@ LAYERS = [
     {"options"},
     {"terms"},
     {"builder_module", "trained_terms", "built_terms"},
-    {"term_tensors"},
+    {"term_tensors", "saved_terms"},
     {"decompose", "attention"},
     {"mask_memo"},
     {"builders", "nn", "pair_memory"},
