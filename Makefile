@@ -54,7 +54,7 @@ device: $(VENV)/.installed-dev
 # what `unit` and `interpreter` try a little of, in full; prints what was tried and how it ended
 abuse: $(VENV)/.installed-dev
 	FLASHBIAS_ABUSE=full $(BIN)/python -m pytest -q -n auto tests/abuse \
-		tests/checkpoint/test_streaming.py::test_memory_stays_below_the_largest_shard
+		tests/checkpoint/streaming/test_memory.py::test_memory_stays_below_the_largest_shard
 	FLASHBIAS_ABUSE=full TRITON_INTERPRET=1 \
 		$(BIN)/python -m pytest -q -n auto tests/abuse/test_operator.py
 

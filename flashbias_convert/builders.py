@@ -8,7 +8,7 @@ up among those that are registered; nothing that a file names is imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,3 +132,20 @@ def modules_from_spec(spec: Mapping[str, Any], device: Any = None) -> dict[str, 
             made = builder_module(entry["kind"], entry["config"])
         found[entry["name"]] = made.requires_grad_(False).eval()
     return found
+
+
+def with_builders(
+    spec: Mapping[str, Any],
+    builders: Sequence[str],
+    modules: Mapping[str, BuilderModule] | None = None,
+    trained: bool = False,
+) -> dict[str, Any]:
+    """A `ScoreBias.spec` that also says which builders there are, and whether terms are trained."""
+    out = dict(spec)
+    if trained:
+        out["trained"] = True
+    if builders:
+        out["builders"] = list(builders)
+    if modules:
+        out["builder_modules"] = module_entries(modules)
+    return out

@@ -7,29 +7,28 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .attention import SLACK, PreparedBias, bias_bound, flashbias_attention
 from .attention.backends import BACKENDS
 from .attention.bounds import LARGEST_BOUND
 from .attention.prepared import Form
 from .builder_module import BuilderModule
-from .builders import Builder, find_builder, module_entries
+from .builders import Builder, find_builder, with_builders
 from .errors import UsageError
 from .mask_memo import MaskMemo
 from .pair_memory import PairMemory
-from .seals import COLUMNS, Row
+from .saved_terms import SavedTerms
 from .term_tensors import TermTensors
 from .terms import Lookup, Regions, RelativeTable, ScoreBias, Term
+from .trained_terms import can_learn, in_full_precision
 
 
-class ScoreBiasModule(nn.Module):
+class ScoreBiasModule(SavedTerms):
     """Holds a site's terms and computes attention with them.
 
     It is the submodule `score_bias` of a patched attention module; its state-dict keys are
-    ``<site>.score_bias.<term>.<tensor>``, ``<site>.score_bias.layout``: text as bytes that
-    says what the shapes do not (ranks, heads), so that no state dict is read as another's, and
-    ``<site>.score_bias.made_from``: hashes of what the terms were made from, see `seals`.
+    ``<site>.score_bias.<term>.<tensor>`` and those of `SavedTerms`.
 
     Args:
         bias: the terms; their tensors are copied.
@@ -40,9 +39,6 @@ class ScoreBiasModule(nn.Module):
             all of them are buffers.
     """
 
-    layout: Tensor
-    made_from: Tensor
-
     def __init__(
         self,
         bias: ScoreBias,
@@ -51,23 +47,17 @@ class ScoreBiasModule(nn.Module):
         modules: Mapping[str, BuilderModule] | None = None,
         trained: bool = False,
     ) -> None:
-        super().__init__()
         if backend not in BACKENDS:
             raise UsageError(f"backend must be one of {BACKENDS}, got {backend!r}")
+        if trained:
+            bias = in_full_precision(bias)
+        super().__init__(with_builders(bias.spec(), builders, modules, trained), bias.device)
         self.backend = backend
         #: whether the terms are parameters, and no longer follow from the module's own bias
         self.trained = trained
-        if trained:
-            bias = in_full_precision(bias)
         self.builders = {name: find_builder(name) for name in builders}
-        self._spec = with_builders(bias.spec(), builders, modules, trained)
         self._kinds = frozenset(term.kind for term in bias.terms)
         self._learnt = frozenset(term.kind for term in bias.terms if trained and can_learn(term))
-        #: whether the terms came with the last state dict; set here, cleared by the owner
-        self.just_loaded = False
-        #: whether it came with them what they were made from
-        self.rows_loaded = False
-        self._rows: tuple[Row, ...] = ()
         #: whether the terms are placeholders that a state dict must fill
         self.awaits_load = False
         #: what no score of this site exceeds, masks aside, if that is known
@@ -85,11 +75,6 @@ class ScoreBiasModule(nn.Module):
         #: forms that compiled code looks for, by kinds of terms that are left out, and by device
         self._traced: dict[tuple[tuple[str, ...], torch.device], set[Form]] = {}
         self._forget()
-        text = ScoreBias.layout(self._spec).encode()
-        codes = torch.tensor(list(text), dtype=torch.uint8, device=bias.device)
-        self.register_buffer("layout", codes)
-        none = torch.zeros(0, COLUMNS, dtype=torch.int64, device=bias.device)
-        self.register_buffer("made_from", none)
         for name, term in zip(bias.term_names(), bias.terms, strict=True):
             self.add_module(name, TermTensors(term, trained))
         for name, module in (modules or {}).items():
@@ -178,24 +163,13 @@ class ScoreBiasModule(nn.Module):
             tensors |= dict(self.named_parameters())
         looked_at = self._looked_at
         if not looked_at:
-            self._check_layout()
+            self.check_layout()
         bias = ScoreBias.from_state(self._spec, tensors)
         if not looked_at and not torch.compiler.is_compiling():
             _check_codes(bias.terms)
             self._looked_at = True
         kept = tuple(term for term in bias.terms if term.kind not in without)
         return PreparedBias(ScoreBias(kept, bias.num_heads))
-
-    def _check_layout(self) -> None:
-        """Compare the layout that came with the tensors; reads it from its device."""
-        if torch.compiler.is_compiling() or self.layout.is_meta:
-            return
-        found, own = bytes(self.layout.tolist()), ScoreBias.layout(self._spec).encode()
-        if found != own:
-            raise ValueError(
-                "the loaded tensors belong to other terms than this module has: "
-                f"{found.decode(errors='replace')} instead of {own.decode()}"
-            )
 
     def bound_scores(self, scale_bound: float | None) -> None:
         """Work out `score_bound`; reads the terms. Terms that are trained have no bound.
@@ -209,38 +183,6 @@ class ScoreBiasModule(nn.Module):
         both = None if bound is None or scale_bound is None else SLACK * scale_bound + bound
         self.score_bound = both
         self._call_bound = LARGEST_BOUND if both is not None and both <= LARGEST_BOUND else None
-
-    def restore_layout(self) -> bool:
-        """Whether the terms that were just loaded were saved as stale; takes that mark off.
-
-        See `PatchedAttention.state_dict`. Reads the layout from its device.
-        """
-        if self.layout.is_meta or self.layout.any():
-            return False
-        text = ScoreBias.layout(self._spec).encode()
-        self.layout.copy_(torch.tensor(list(text), dtype=torch.uint8))
-        self._forget()
-        return True
-
-    def set_made_from(self, rows: Sequence[Row]) -> None:
-        """Remember, for state dicts, what the terms were made from.
-
-        Args:
-            rows: one for each tensor, see `seals.rows_of`.
-        """
-        place = self.layout.device
-        made = torch.tensor(rows, dtype=torch.int64, device=place).reshape(len(rows), COLUMNS)
-        self.made_from = made
-        self._rows, self.rows_loaded = tuple(rows), False
-
-    def rows(self) -> tuple[Row, ...]:
-        """What the terms were made from, as far as it is known.
-
-        Of terms that were just loaded, it is read from its device.
-        """
-        if not self.rows_loaded:
-            return self._rows
-        return () if self.made_from.is_meta else tuple(map(tuple, self.made_from.tolist()))
 
     def planned_regions(self) -> Regions | None:
         """The term that stands for a mask, if there is one."""
@@ -335,22 +277,6 @@ class ScoreBiasModule(nn.Module):
         self._forget()
         return self
 
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str],
-        *args: Any,
-    ) -> None:  # fmt: skip
-        key = f"{prefix}made_from"
-        rows = state_dict.get(key)
-        if isinstance(rows, Tensor) and rows.dim() == 2 and rows.shape[1] == COLUMNS:
-            # as many as there are: another release may have made them from other tensors
-            self.made_from = self.made_from.new_zeros(rows.shape)
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
-        if any(other.startswith(prefix) for other in state_dict):
-            self._forget()
-            self.just_loaded, self.rows_loaded = True, rows is not None
-            if rows is None and key in missing:  # files of earlier releases
-                missing.remove(key)
-
     def __getstate__(self) -> dict[str, Any]:
         memo = MaskMemo(self.mask_memo.doubtful)
         forgotten: dict[str, Any] = {
@@ -369,39 +295,6 @@ class ScoreBiasModule(nn.Module):
 
 def _are(some: tuple[Term, ...], others: tuple[Term, ...]) -> bool:
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
-
-
-def with_builders(
-    spec: Mapping[str, Any],
-    builders: Sequence[str],
-    modules: Mapping[str, BuilderModule] | None = None,
-    trained: bool = False,
-) -> dict[str, Any]:
-    """A `ScoreBias.spec` that also says which builders there are, and whether terms are trained."""
-    out = dict(spec)
-    if trained:
-        out["trained"] = True
-    if builders:
-        out["builders"] = list(builders)
-    if modules:
-        out["builder_modules"] = module_entries(modules)
-    return out
-
-
-def can_learn(term: Term) -> bool:
-    """Whether a term has a tensor that can be trained: one of floating point."""
-    return any(tensor.is_floating_point() for tensor in term.tensors().values())
-
-
-def in_full_precision(bias: ScoreBias) -> ScoreBias:
-    """A copy whose floating-point tensors are fp32 or wider."""
-
-    def widened(_: str, tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-    return ScoreBias(tuple(term.map_tensors(widened) for term in bias.terms), bias.num_heads)
 
 
 def _check_codes(terms: Sequence[Term]) -> None:

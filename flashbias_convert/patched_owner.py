@@ -31,6 +31,8 @@ class PatchedOwner(Composed):
 
     #: names of children whose weights `flashbias_forward` reads by itself, without calling them
     reads: ClassVar[tuple[str, ...]] = ()
+    #: attributes of the original that the class replaces by properties, see `aside`
+    replaced: ClassVar[tuple[str, ...]] = ()
 
     #: the patched attention modules below, set by the engine
     _consumers: tuple[PatchedAttention, ...]
@@ -134,6 +136,15 @@ class PatchedOwner(Composed):
     def is_lean(self) -> bool:
         """Whether the forward of now hands on no bias and no mask of quadratic size."""
         return self._lean if torch.compiler.is_compiling() else id(self) in _now_lean()
+
+
+def aside(name: str) -> str:
+    """Where a patched owner keeps an attribute that a property of the same name replaces.
+
+    Not under its own name: torch.compile, up to torch 2.11 at least, answers
+    ``self.__dict__[name]`` with the property, which asks again.
+    """
+    return f"_original_{name.lstrip('_')}"
 
 
 _THREAD = threading.local()

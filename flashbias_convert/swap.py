@@ -15,7 +15,7 @@ from .errors import UsageError
 from .hooks import at_hand, has_foreign_forward, swap_class
 from .modules import ScoreBiasModule
 from .patched_attention import PatchedAttention, seal_if_loaded
-from .patched_owner import PatchedOwner
+from .patched_owner import PatchedOwner, aside
 from .seals import BROKEN, Seal
 from .terms import ScoreBias
 from .trained_terms import dropout_problem, set_to_rest, wake
@@ -162,6 +162,7 @@ def patch_owner(module: nn.Module, recipe_class: type[PatchedOwner]) -> None:
     if reason:
         raise UsageError(reason)
     consumers = tuple(patched_modules(module))
+    _rename(module, {name: aside(name) for name in recipe_class.replaced})
     swap_class(module, compose(recipe_class, type(module)))
     assert isinstance(module, PatchedOwner)
     module._consumers, module._lean, module._seal = consumers, False, None
@@ -172,7 +173,16 @@ def unpatch_owner(module: PatchedOwner) -> None:
     """Put the original class back."""
     for name in ("_consumers", "_lean", "_seal"):
         del module.__dict__[name]
+    names = {aside(name): name for name in module.replaced}
     swap_class(module, module.original_class)
+    _rename(module, names)
+
+
+def _rename(module: nn.Module, names: Mapping[str, str]) -> None:
+    """Keep attributes under other names, those that the module has."""
+    for old, new in names.items():
+        if old in module.__dict__:
+            module.__dict__[new] = module.__dict__.pop(old)
 
 
 def _install(module: nn.Module, cls: type, terms: ScoreBiasModule) -> None:

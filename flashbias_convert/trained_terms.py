@@ -1,11 +1,14 @@
-"""What else changes at a site whose terms are trained: sources that rest, and dropout."""
+"""What changes at a site whose terms are trained: their dtype, sources that rest, and dropout."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from .terms import ScoreBias, Term
 
 #: attributes in which attention modules keep a probability of dropout of their weights
 _PROBABILITIES = ("attention_dropout", "attn_dropout", "attn_dropout_p", "dropout_p")
@@ -69,3 +72,19 @@ def wake(module: nn.Module, names: Iterable[str]) -> None:
     """Undo `set_to_rest`."""
     for name in names:
         module.get_parameter(name).requires_grad_(True)
+
+
+def can_learn(term: Term) -> bool:
+    """Whether a term has a tensor that can be trained: one of floating point."""
+    return any(tensor.is_floating_point() for tensor in term.tensors().values())
+
+
+def in_full_precision(bias: ScoreBias) -> ScoreBias:
+    """A copy whose floating-point tensors are fp32 or wider."""
+
+    def widened(_: str, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+    return ScoreBias(tuple(term.map_tensors(widened) for term in bias.terms), bias.num_heads)

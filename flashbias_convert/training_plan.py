@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+from .builders import with_builders
 from .errors import UsageError
-from .modules import can_learn, in_full_precision, with_builders
 from .plan import Plan, SitePlan
+from .trained_terms import can_learn, in_full_precision
 
 #: what `patch_model` trains: the terms, or (None) nothing of its own
 Train = Literal["terms"] | None

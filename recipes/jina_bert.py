@@ -64,6 +64,10 @@ class JinaSelfAttention(PatchedAttention):
 class JinaEncoder(PatchedOwner):
     """`JinaBertEncoder`, which makes a matrix (1, H, N, N), or cuts it from a larger one."""
 
+    replaced = ("_current_alibi_size",)
+
+    _original_current_alibi_size: int
+
     def flashbias_forward(self, *args: Any, **kwargs: Any) -> Any:
         call = bound_arguments(self.original_class.forward, self, args, kwargs)
         reason = _reason(call)
@@ -89,11 +93,11 @@ class JinaEncoder(PatchedOwner):
     @property
     def _current_alibi_size(self) -> int:
         """The matrix is never too small while nobody needs it."""
-        return sys.maxsize if self.is_lean else self.__dict__["_current_alibi_size"]
+        return sys.maxsize if self.is_lean else self._original_current_alibi_size
 
     @_current_alibi_size.setter
     def _current_alibi_size(self, value: int) -> None:
-        self.__dict__["_current_alibi_size"] = value
+        self._original_current_alibi_size = value
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "alibi" or not self.is_lean:  # the zero, moved to another device, is not kept

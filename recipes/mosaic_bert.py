@@ -61,6 +61,11 @@ class UnpaddedSelfAttention(PatchedAttention):
 class MosaicEncoder(PatchedOwner):
     """`BertEncoder`, which cuts a matrix (1, H, N, N) from a larger one and adds the padding."""
 
+    replaced = ("alibi", "_current_alibi_size")
+
+    _original_alibi: Tensor
+    _original_current_alibi_size: int
+
     def flashbias_forward(self, *args: Any, **kwargs: Any) -> Any:
         with self.lean():
             return self.original_forward(*args, **kwargs)
@@ -68,28 +73,32 @@ class MosaicEncoder(PatchedOwner):
     @property
     def alibi(self) -> Tensor:
         """The matrix; while lean a zero, to which the padding is added."""
-        made: Tensor = self.__dict__["alibi"]
+        made = self._original_alibi
         return made.new_zeros(1, 1, 1, 1) if self.is_lean else made
 
     @alibi.setter
     def alibi(self, value: Tensor) -> None:
-        self.__dict__["alibi"] = value
+        self._original_alibi = value
 
     @property
     def _current_alibi_size(self) -> int:
         """The matrix is never too small while nobody needs it."""
-        return sys.maxsize if self.is_lean else self.__dict__["_current_alibi_size"]
+        return sys.maxsize if self.is_lean else self._original_current_alibi_size
 
     @_current_alibi_size.setter
     def _current_alibi_size(self, value: int) -> None:
-        self.__dict__["_current_alibi_size"] = value
+        self._original_current_alibi_size = value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "alibi" or not self.is_lean:  # the zero, moved to another device, is not kept
+            super().__setattr__(name, value)
 
 
 def has_alibi(encoder: Any) -> bool:
-    """Not every `BertEncoder`."""
-    return isinstance(vars(encoder).get("alibi"), Tensor) and hasattr(
-        encoder, "rebuild_alibi_tensor"
-    )
+    """Not every `BertEncoder`; the matrix is an attribute, and no buffer."""
+    plain = "alibi" not in encoder._buffers and "alibi" not in encoder._parameters
+    made = isinstance(getattr(encoder, "alibi", None), Tensor)
+    return plain and made and hasattr(encoder, "rebuild_alibi_tensor")
 
 
 def looks_like_it(module: Any) -> bool:
@@ -104,7 +113,7 @@ def describe(site: Site) -> Description:
     """Slopes by the encoder's own matrix, after a trial whether the module adds that."""
     module: Any = site.module
     owner: Any = site.owner
-    made = vars(owner)["alibi"]
+    made: Tensor = owner.alibi
     if made.is_meta or made.shape[-1] < 2:
         raise UnsupportedSite("its encoder has not made its ALiBi; call rebuild_alibi_tensor")
     term = symmetric_alibi(made)

@@ -7,63 +7,31 @@ a matrix of its size, and the kernel does not.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from flashbias_convert.about import About
 from flashbias_convert.causal_owner import bound_arguments
+from flashbias_convert.encoder_attention import PADDING, EncoderAttention
 from flashbias_convert.fallback import NO_PADDING_MASK, WEIGHTS, say_original, wants_weights
-from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.patched_owner import PatchedOwner
 from flashbias_convert.recipe import Description, NoBias, Owner, Recipe, Site
 
-#: keyword argument that the model hands through its layers: the padding mask of the text, or None
-_PADDING = "flashbias_padding"
 
-
-class LayoutLMv3SelfAttention(PatchedAttention):
+class LayoutLMv3SelfAttention(EncoderAttention):
     """`LayoutLMv3SelfAttention`; the projections are the original's."""
 
-    bypassed = ("dropout",)
-
-    num_attention_heads: int
-    attention_head_size: int
-    scaling: float
-    query: nn.Linear
-    key: nn.Linear
-    value: nn.Linear
-
-    def bias_sources(self) -> tuple[Tensor | Hashable, ...]:
-        return (self.num_attention_heads,)  # the encoder makes the bias anew in each call
-
-    def flashbias_forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_bias: Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        if _PADDING not in kwargs:
-            given = (hidden_states, attention_mask, position_bias)
-            original: tuple[Tensor, Tensor | None] = self.original_forward(*given, **kwargs)
-            return original
-        shape = (*hidden_states.shape[:-1], -1, self.attention_head_size)
-        projections = (self.query, self.key, self.value)
-        heads = (project(hidden_states).view(shape) for project in projections)
-        q, k, v = (x.transpose(1, 2) for x in heads)
-        built = {"dense": {"bias": position_bias}}
-        padding = kwargs[_PADDING]  # of the text; patches follow it, and none is hidden
-        hidden = 0 if padding is None else k.shape[-2] - padding.shape[-1]
-        seen = None if padding is None else F.pad(padding != 0, (0, hidden), value=True)
-        out = self.score_bias(q, k, v, built=built, key_mask=seen, scale=self.scaling)
-        return out.transpose(1, 2).flatten(2), None
+    def seen_keys(self, attention_mask: Tensor | None, padding: Any, keys: int) -> Tensor | None:
+        if padding is None:
+            return None
+        patches = keys - padding.shape[-1]  # they follow the text, and none is hidden
+        return F.pad(padding != 0, (0, patches), value=True)
 
 
 class LayoutLMv3Model(PatchedOwner):
-    """`LayoutLMv3Model`, which hands its padding mask to the attention beside the usual one."""
+    """`LayoutLMv3Model`, which hands its padding mask, of the text, to the attention, too."""
 
     def flashbias_forward(self, *args: Any, **kwargs: Any) -> Any:
         call = bound_arguments(self.original_class.forward, self, args, kwargs)
@@ -71,7 +39,7 @@ class LayoutLMv3Model(PatchedOwner):
         if recorded or (mask is not None and mask.dim() != 2):
             say_original(WEIGHTS if recorded else NO_PADDING_MASK)
             return self.original_forward(*args, **kwargs)
-        return self.original_forward(**call, **{_PADDING: mask})
+        return self.original_forward(**call, **{PADDING: mask})
 
 
 def describe(site: Site) -> Description:

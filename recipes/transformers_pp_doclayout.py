@@ -6,59 +6,25 @@ mask into another matrix of its size in every layer.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from flashbias_convert.about import About
+from flashbias_convert.encoder_attention import PADDING, EncoderAttention
 from flashbias_convert.fallback import WEIGHTS, say_original, weights_are_recorded
-from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.patched_owner import PatchedOwner
 from flashbias_convert.recipe import Description, NoBias, Owner, Recipe, Site
 
-#: keyword argument that the encoder hands through its layers: its mask is one of padding
-_PADDING = "flashbias_padding"
 
-
-class ReadingOrderSelfAttention(PatchedAttention):
+class ReadingOrderSelfAttention(EncoderAttention):
     """`PPDocLayoutV2ReadingOrderSelfAttention`; the projections are the original's."""
 
-    bypassed = ("dropout",)
-
-    num_attention_heads: int
-    attention_head_size: int
-    scaling: float
-    query: nn.Linear
-    key: nn.Linear
-    value: nn.Linear
-
-    def bias_sources(self) -> tuple[Tensor | Hashable, ...]:
-        return (self.num_attention_heads,)  # the encoder makes the bias anew in each call
-
-    def flashbias_forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_bias: Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        if position_bias is None or not kwargs.pop(_PADDING, False):
-            given = (hidden_states, attention_mask, position_bias)
-            original: tuple[Tensor, Tensor | None] = self.original_forward(*given, **kwargs)
-            return original
-        shape = (*hidden_states.shape[:-1], -1, self.attention_head_size)
-        heads = (
-            project(hidden_states).view(shape) for project in (self.query, self.key, self.value)
-        )
-        q, k, v = (x.transpose(1, 2) for x in heads)
-        built = {"dense": {"bias": position_bias}}
+    def seen_keys(self, attention_mask: Tensor | None, padding: Any, keys: int) -> Tensor | None:
         # all rows of the mask are the same: True, or zero where it is added, is seen
         row = None if attention_mask is None else attention_mask[:, 0, 0]
-        seen = row == 0 if row is not None and row.is_floating_point() else row
-        out = self.score_bias(q, k, v, built=built, key_mask=seen, scale=self.scaling)
-        return out.transpose(1, 2).flatten(2), None
+        return row == 0 if row is not None and row.is_floating_point() else row
 
 
 class ReadingOrder(PatchedOwner):
@@ -75,7 +41,7 @@ class ReadingOrder(PatchedOwner):
     def encoder(self) -> Any:
         """What the model calls with its mask."""
         encoder: Any = self._modules["encoder"]
-        return partial(encoder, flashbias_padding=True) if self.is_lean else encoder
+        return partial(encoder, **{PADDING: True}) if self.is_lean else encoder
 
 
 def describe(site: Site) -> Description:

@@ -11,8 +11,10 @@ and unpacks all), takes as long as on one. No network is part of this: results a
 "bound" is what no order of the parts could beat. The job itself runs on two processes, too (gloo),
 for the row of two.
 
-Seconds are those of the processor, not of the clock: other programs do not count. Writes
-`scripts/results/simulate_scaling.csv` and a picture.
+Seconds are those of the processor, not of the clock: the turns of other programs do not count.
+What they do to shared caches and cores does: beside them, all seconds grow, and since each part
+is timed once, speed-ups that the longest part decides (as many processes as parts) move most.
+Writes `scripts/results/simulate_scaling.csv` and a picture.
 """
 
 from __future__ import annotations
@@ -157,17 +159,30 @@ def measure(name: str, tiny: bool) -> Measured:
 
 @contextmanager
 def parts_timed(found: Measured) -> Iterator[None]:
-    """Inside, calls that could be shared out are timed one by one."""
+    """Inside, calls that could be shared out are timed one by one.
+
+    A calibration runs the original on inputs that `own` has shared out, and exchanges nothing:
+    those runs are a step, too.
+    """
+    inside, runs = [False], []
+
+    def outputs(*args: Any) -> Any:
+        started = time.process_time()
+        found = real_outputs(*args)
+        if not inside[0]:
+            runs.append(time.process_time() - started)
+        return found
 
     def each(
         work: Sequence[Callable[[], Any]], group: Any, costs: Sequence[float] | None = None
     ) -> list[Any]:
         found.costs.append([1.0] * len(work) if costs is None else costs)
-        seconds, results = [], []
+        seconds, results, inside[0] = [], [], True
         for call in work:
             started = time.process_time()
             results.append(call())
             seconds.append(time.process_time() - started)
+        inside[0] = False
         found.steps.append(seconds)
         started = time.process_time()
         pickle.loads(pickle.dumps(results))
@@ -176,12 +191,17 @@ def parts_timed(found: Measured) -> Iterator[None]:
 
     rooms = ("calibration.calibrate", "fitting.sites", "shares")
     modules = [importlib.import_module(f"flashbias_convert.{room}") for room in rooms]
-    before = [module.each for module in modules]
+    before, real_outputs = [module.each for module in modules], modules[0].outputs_of
+    modules[0].outputs_of = outputs
     for module in modules:
         module.each = each
     try:
         yield
+        if runs:
+            found.steps.append(runs)
+            found.costs.append([1.0] * len(runs))
     finally:
+        modules[0].outputs_of = real_outputs
         for module, kept in zip(modules, before, strict=True):
             module.each = kept
 

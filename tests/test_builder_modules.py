@@ -25,11 +25,11 @@ from flashbias_convert import (
     unpatch_model,
 )
 from flashbias_convert.builder_module import BuilderModule
-from flashbias_convert.builders import register_builder_module
+from flashbias_convert.builders import register_builder_module, with_builders
 from flashbias_convert.checkpoint.header import PLAN_KEY
 from flashbias_convert.decompose.factor_networks import FactorNetworks
 from flashbias_convert.errors import CheckpointError, UsageError
-from flashbias_convert.modules import ScoreBiasModule, with_builders
+from flashbias_convert.modules import ScoreBiasModule
 from flashbias_convert.pair_features import pair_features
 from flashbias_convert.plan import Plan
 from flashbias_convert.terms import KeyBias, ScoreBias, Term

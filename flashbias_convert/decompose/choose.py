@@ -10,22 +10,13 @@ from torch import Tensor
 from ..errors import UsageError
 from ..options import DecomposeOptions
 from ..terms import ScoreBias, Term
-from .candidates import (
-    NO_TERM,
-    Candidate,
-    Tables,
-    Truncation,
-    exact_candidates,
-    find_tables,
-    named,
-    select,
-    truncate,
-    truncate_with_diagonal,
-)
+from .candidates import NO_TERM, Candidate, exact_candidates
 from .costs import SHORTEST_N, rank_bucket
 from .decision import Decomposition
 from .exact import dense_term, is_row_constant
+from .head_tables import Tables, find_tables, select
 from .robust_svd import check_bias, check_size
+from .truncations import Truncation, named, truncate, truncate_with_diagonal
 
 
 @torch.no_grad()

@@ -16,15 +16,17 @@ from torch import Tensor
 from ..errors import UsageError
 from ..options import DecomposeOptions
 from ..terms import LowRank, ScoreBias
-from .candidates import NO_TERM, Truncation, exact_candidates, select
+from .candidates import NO_TERM, exact_candidates
 from .choose import pick, terms_of
 from .decision import Decomposition
 from .energy import rank_for_energy
 from .exact import is_row_constant
+from .head_tables import select
 from .loss import measure, row_center
 from .pair_forms import affordable_rank
 from .robust_svd import check_bias
 from .svd import TruncatedSVD, assemble
+from .truncations import Truncation
 
 #: columns beyond those wanted, and passes over the matrix, of the randomised SVD
 OVERSAMPLING, PASSES = 8, 2

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..builders import with_builders
 from ..decompose.decision import HeadDecision
 from ..decompose.factor_networks import FactorNetworks
 from ..decompose.neural import Check, FitResult, fit
@@ -26,7 +27,6 @@ from ..inspection import (
     shared_owner,
     together,
 )
-from ..modules import with_builders
 from ..plan import Plan, SitePlan, Status
 from ..recipe import Recipe, Registry
 from ..shares import each

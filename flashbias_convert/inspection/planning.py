@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from torch import nn
 
+from ..builders import with_builders
 from ..decompose import Decomposition, decompose, expected_gain
 from ..decompose.pair_forms import PairForm, forms, forms_in_words
 from ..errors import FlashBiasError, NotFiniteError, UsageError
 from ..hooks import at_hand, children_read, is_dispatched, loads_all_below
-from ..modules import with_builders
 from ..options import DecomposeOptions
 from ..plan import SitePlan
 from ..recipe import Description, LeftAlone, Recipe, Site, UnsupportedSite

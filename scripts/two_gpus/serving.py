@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from . import got_ocr
 from .measuring import held, judged, megabytes, outputs, peak, timed, times
 from .working import WORLD, barrier
 
@@ -155,15 +156,9 @@ def planned(case: str, options: argparse.Namespace, place: torch.device, rank: i
     from flashbias_convert import patch_model
 
     dtype = getattr(torch, case.split()[2])
-    torch.manual_seed(0)
-    model: Any = transformers.GotOcr2ForConditionalGeneration(ocr_config()).eval()
-    for key, parameter in model.named_parameters():
-        if "rel_pos" in key:  # zero: the bias would do nothing
-            parameter.data.normal_()
-    ids = torch.randint(1, 90, (1, 12))
-    ids[0, 2:6] = model.config.image_token_id
-    size = model.config.vision_config.image_size
-    inputs = {"input_ids": ids.to(place), "pixel_values": torch.randn(1, 3, size, size).to(place)}
+    model = got_ocr.make()
+    image = torch.randn(1, 3, got_ocr.IMAGE_SIZE, got_ocr.IMAGE_SIZE)
+    inputs = {"input_ids": got_ocr.text().to(place), "pixel_values": image.to(place)}
     paths: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(paths)
     model.save_pretrained(paths[0])
@@ -190,24 +185,6 @@ def planned(case: str, options: argparse.Namespace, place: torch.device, rank: i
     seconds_one = timed(lambda: call(model), options.repeats, place)
     seconds_two = timed(lambda: call(split), options.repeats, place, lambda: barrier(place))
     return judged(two, one, truth) | times(seconds_one, seconds_two, 1)
-
-
-def ocr_config() -> Any:
-    """Of a GOT-OCR 2 with two layers of each kind."""
-    import transformers
-
-    vision = {
-        "hidden_size": 16, "output_channels": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "image_size": 32, "patch_size": 4, "mlp_dim": 32, "window_size": 3,
-        "global_attn_indexes": [1],
-    }  # fmt: skip
-    text = {
-        "model_type": "qwen2", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96,
-    }  # fmt: skip
-    return transformers.GotOcr2Config(
-        vision_config=vision, text_config=text, image_token_id=95, pad_token_id=0
-    )
 
 
 # -- models --------------------------------------------------------------------------------

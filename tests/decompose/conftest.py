@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashbias_convert.decompose import candidates, costs
+from flashbias_convert.decompose import candidates, costs, truncations
 
 Prices = dict[str | int, float]
 
@@ -24,6 +24,6 @@ def prices(monkeypatch: pytest.MonkeyPatch) -> Prices:
         bucket = costs.rank_bucket(rank)
         return found.get(bucket, 100.0) if bucket else 0.0
 
-    monkeypatch.setattr(candidates, "added_cost", cost)
-    monkeypatch.setattr(costs, "added_cost", cost)
+    for room in (candidates, costs, truncations):
+        monkeypatch.setattr(room, "added_cost", cost)
     return found

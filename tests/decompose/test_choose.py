@@ -10,10 +10,10 @@ import torch
 from flashbias_convert.decompose import (
     SHORTEST_N,
     Decomposition,
-    candidates,
     decompose,
     measure,
     rank_bucket,
+    truncations,
 )
 from flashbias_convert.errors import DecompositionError, UsageError
 from flashbias_convert.options import DecomposeOptions
@@ -130,7 +130,7 @@ def test_auto_prefers_a_table_to_a_dense_bias_that_costs_more(prices: dict[str |
 
 @pytest.mark.parametrize("method", ["auto", "svd"])
 def test_energy_one_allows_exact_terms_only(method: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(candidates, "truncated_svd", None)  # must not even be tried
+    monkeypatch.setattr(truncations, "truncated_svd", None)  # must not even be tried
     bias = torch.cat([smooth(), table()])
     found = decompose(bias, DecomposeOptions(method=method, energy=1.0))
     assert torch.equal(found.bias.dense(N, N), bias)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flashbias_convert.checkpoint.architecture import Architecture
 from flashbias_convert.swap import patched_modules
 from tests.checkpoint.models import ARGS, NAME, images, tiny_model
-from tests.recipes.test_transformers_alibi import make
+from tests.recipes.alibi.models import make
 from tests.recipes.test_transformers_distance import t5, tokens
 from tests.toy import TOY, make_input, make_model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,12 @@ from torch import Tensor, nn
 
 from flashbias_convert import patch_model
 from tests.checkpoint.models import ARGS, NAME, images
-from tests.recipes.test_transformers_alibi import make
+from tests.recipes.alibi.models import make
 from tests.toy import TOY, make_input, make_model
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from two_gpus import got_ocr as ocr
 
 Work = Callable[[int, int], dict[str, Any]]
 
@@ -150,33 +155,15 @@ def got_ocr(path: Path | None = None, **loading: Any) -> tuple[nn.Module, dict[s
     """
     import transformers
 
-    vision = {
-        "hidden_size": 16, "output_channels": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "image_size": 32, "patch_size": 4, "mlp_dim": 32, "window_size": 3,
-        "global_attn_indexes": [1],
-    }  # fmt: skip
-    text = {
-        "model_type": "qwen2", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96,
-    }  # fmt: skip
-    made: Any = transformers.GotOcr2ForConditionalGeneration
     if loading:
+        made: Any = transformers.GotOcr2ForConditionalGeneration
         model = made.from_pretrained(path, **loading)
     else:
-        torch.manual_seed(0)
-        config = transformers.GotOcr2Config(
-            vision_config=vision, text_config=text, image_token_id=95, pad_token_id=0
-        )
-        model = made(config)
-        for key, parameter in model.named_parameters():
-            if "rel_pos" in key:
-                parameter.data.normal_()
+        model = ocr.make()
         if path is not None:
             model.save_pretrained(path)
     patch_model(model.eval(), force_all=True)
-    ids = torch.randint(1, 90, (1, 12), generator=torch.Generator().manual_seed(1))
-    ids[0, 2:6] = 95
-    return model, {"input_ids": ids, "pixel_values": images()[:1]}
+    return model, {"input_ids": ocr.text(), "pixel_values": images()[:1]}
 
 
 def model_of(name: str) -> tuple[nn.Module, Tensor]:

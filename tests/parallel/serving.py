@@ -298,7 +298,7 @@ def plan_of_transformers(rank: int, world: int) -> dict[str, Any]:
     from transformers.distributed import DistributedConfig
 
     from flashbias_convert import patch_model
-    from tests.recipes.test_transformers_alibi import make
+    from tests.recipes.alibi.models import make
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     _, ids = model_of("bloom")

@@ -222,6 +222,23 @@ def test_compiles_in_one_graph(name: str) -> None:
     assert torch.equal(CASES[name].run(compiled), expected)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("n", [N, 40])
+def test_the_original_compiles_in_one_graph(n: int) -> None:
+    """In training, where its own matrix is read, and made anew for a longer text."""
+    model = CASES["kept"].make()
+    CASES["kept"].patched(model)
+    x, mask = inputs(model, n)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    expected = make().eval()(x, mask).last_hidden_state
+    torch.compiler.reset()
+    compiled = torch.compile(model.train(), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x, mask).last_hidden_state, expected)
+    assert model.alibi.shape[-1] == model._current_alibi_size == max(n, 16)
+
+
 def test_attention_weights_come_from_the_original() -> None:
     def run(model: Any) -> Any:
         found = model(*inputs(model), output_attentions=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -71,6 +72,8 @@ class BertEncoder(nn.Module):
         if self._current_alibi_size < n:
             warnings.warn("larger", stacklevel=1)
             self.rebuild_alibi_tensor(n, hidden_states.device)
+        else:
+            self.alibi = self.alibi.to(hidden_states.device)
         bias = padding[:, :, :n, :n] + self.alibi[:, :, :n, :n].to(hidden_states.dtype)
         indices = attention_mask.flatten().nonzero().flatten()
         lengths = attention_mask.sum(-1).cumsum(0)
@@ -115,6 +118,37 @@ def test_values(dtype: torch.dtype, backend: str) -> None:
     assert (bare(x.to(dtype), mask).double() - truth).abs().max() > 3 * slack
     assert unpatch_model(model) == 2
     assert type(model) is BertEncoder and torch.equal(model(x.to(dtype), mask), plain)
+    assert vars(model).keys() == vars(make()).keys()
+
+
+@torch.no_grad()
+def test_the_matrix_outlives_calls_and_copies() -> None:
+    """The zero that stands in for it goes through `to`, and is not kept."""
+    (x, mask), model = inputs(), make()
+    patch_model(model, backend="sdpa")
+    expected = model(x, mask)
+    for one in (model, copy.deepcopy(model)):
+        assert torch.equal(one(x, mask), expected)
+        assert torch.equal(one.alibi, make().alibi) and one._current_alibi_size == 16
+    assert inspect_model(model).counts() == {"patched": 2}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("training", [False, True])
+def test_compiles_in_one_graph(training: bool) -> None:
+    """In training, too, where the original's matrix is read."""
+    (x, mask), model = inputs(), make()
+    patch_model(model, backend="sdpa")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    expected = make()(x, mask) if training else model(x, mask)
+    torch.compiler.reset()
+    compiled = torch.compile(model.train(training), backend="eager", fullgraph=True)
+    # without its padding a batch has as many tokens as its mask says
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert torch.equal(compiled(x, mask), expected)
+    assert torch.equal(model.alibi, make().alibi) and model._current_alibi_size == 16
 
 
 @torch.no_grad()

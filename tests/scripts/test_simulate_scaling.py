@@ -37,3 +37,9 @@ def test_every_part_is_timed(name: str) -> None:
     assert [len(step) for step in found.steps] == [2]
     assert all(seconds >= 0 for step in found.steps for seconds in step)
     assert sum(map(sum, found.steps)) <= found.total
+
+
+def test_runs_of_the_original_are_parts_of_a_calibration() -> None:
+    found = script.measure("calibration of 8 sites", tiny=True)
+    assert len(found.steps[-1]) == 2  # one for each input, and exchanged by nobody
+    assert len(found.steps) == len(found.costs) > 3  # forms, what they change, then runs

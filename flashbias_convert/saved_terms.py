@@ -1,0 +1,105 @@
+"""What state dicts hold beside tensors of terms: their layout, and what they were made from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .seals import COLUMNS, Row
+from .terms import ScoreBias
+
+
+class SavedTerms(nn.Module):
+    """Base of the module that holds a site's terms; it keeps them in step with state dicts.
+
+    Its state-dict keys are ``layout``: text as bytes that says what the shapes do not (ranks,
+    heads), so that no state dict is read as another's, and ``made_from``: hashes of what the terms
+    were made from, see `seals`.
+
+    Args:
+        spec: of the terms, see `ScoreBias.spec`.
+        device: where the terms are.
+    """
+
+    layout: Tensor
+    made_from: Tensor
+
+    def __init__(self, spec: Mapping[str, Any], device: torch.device) -> None:
+        super().__init__()
+        self._spec = dict(spec)
+        #: whether the terms came with the last state dict; set here, cleared by the owner
+        self.just_loaded = False
+        #: whether it came with them what they were made from
+        self.rows_loaded = False
+        self._rows: tuple[Row, ...] = ()
+        text = ScoreBias.layout(self._spec).encode()
+        codes = torch.tensor(list(text), dtype=torch.uint8, device=device)
+        self.register_buffer("layout", codes)
+        none = torch.zeros(0, COLUMNS, dtype=torch.int64, device=device)
+        self.register_buffer("made_from", none)
+
+    def _forget(self) -> None:
+        """Drop everything that was derived from the tensors."""
+        raise NotImplementedError
+
+    def check_layout(self) -> None:
+        """Compare the layout that came with the tensors; reads it from its device."""
+        if torch.compiler.is_compiling() or self.layout.is_meta:
+            return
+        found, own = bytes(self.layout.tolist()), ScoreBias.layout(self._spec).encode()
+        if found != own:
+            raise ValueError(
+                "the loaded tensors belong to other terms than this module has: "
+                f"{found.decode(errors='replace')} instead of {own.decode()}"
+            )
+
+    def restore_layout(self) -> bool:
+        """Whether the terms that were just loaded were saved as stale; takes that mark off.
+
+        See `PatchedAttention.state_dict`. Reads the layout from its device.
+        """
+        if self.layout.is_meta or self.layout.any():
+            return False
+        text = ScoreBias.layout(self._spec).encode()
+        self.layout.copy_(torch.tensor(list(text), dtype=torch.uint8))
+        self._forget()
+        return True
+
+    def set_made_from(self, rows: Sequence[Row]) -> None:
+        """Remember, for state dicts, what the terms were made from.
+
+        Args:
+            rows: one for each tensor, see `seals.rows_of`.
+        """
+        place = self.layout.device
+        made = torch.tensor(rows, dtype=torch.int64, device=place).reshape(len(rows), COLUMNS)
+        self.made_from = made
+        self._rows, self.rows_loaded = tuple(rows), False
+
+    def rows(self) -> tuple[Row, ...]:
+        """What the terms were made from, as far as it is known.
+
+        Of terms that were just loaded, it is read from its device.
+        """
+        if not self.rows_loaded:
+            return self._rows
+        return () if self.made_from.is_meta else tuple(map(tuple, self.made_from.tolist()))
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str],
+        *args: Any,
+    ) -> None:  # fmt: skip
+        key = f"{prefix}made_from"
+        rows = state_dict.get(key)
+        if isinstance(rows, Tensor) and rows.dim() == 2 and rows.shape[1] == COLUMNS:
+            # as many as there are: another release may have made them from other tensors
+            self.made_from = self.made_from.new_zeros(rows.shape)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
+        if any(other.startswith(prefix) for other in state_dict):
+            self._forget()
+            self.just_loaded, self.rows_loaded = True, rows is not None
+            if rows is None and key in missing:  # files of earlier releases
+                missing.remove(key)

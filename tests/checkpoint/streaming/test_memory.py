@@ -1,0 +1,94 @@
+"""Shards are converted with little memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+
+from flashbias_convert.checkpoint import convert_checkpoint
+from flashbias_convert.checkpoint.shelf import Shelf, give_back
+from flashbias_convert.modules import ScoreBiasModule
+from flashbias_convert.options import DecomposeOptions
+from flashbias_convert.terms import Dense, LowRank, ScoreBias
+
+from ..models import ARGS, NAME
+from ..sharded import forget_high_water, high_water, write_bloom, write_shards
+from .shards import TINY, swin
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux counts memory")
+def test_memory_stays_below_the_largest_shard(
+    tmp_path: Path, layout: str, record_property: Callable[[str, object], None]
+) -> None:
+    sizes = {"hidden_size": 768, "n_layer": 8}
+    source = write_bloom(tmp_path / "m", layout, 4, empty=True, **sizes)
+    largest = max(p.stat().st_size for p in source.iterdir())
+    total = sum(p.stat().st_size for p in source.iterdir())
+    assert total > 3.5 * largest
+    convert_checkpoint(write_bloom(tmp_path / "warm", "safetensors", 2, hidden_size=16))
+    before = forget_high_water()
+    done = convert_checkpoint(source, tmp_path / "out")
+    assert done.plan.counts() == {"patched": 8}
+    assert high_water() - before <= 1.2 * largest
+    record_property("abuse:shards in memory:at most 1.2 of the largest", 1)
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux counts memory")
+@pytest.mark.parametrize("method", ["exact", "svd"])
+def test_memory_of_decompositions_stays_below_it_too(tmp_path: Path, method: str) -> None:
+    sizes: dict[str, Any] = {
+        "img_size": 64, "patch_size": 4, "window_size": 16, "embed_dim": 768, "depths": [4],
+        "num_heads": [16], "num_classes": 5,
+    }  # fmt: skip
+    model = timm.create_model(NAME, **sizes)
+    source = write_shards(tmp_path / "m", model.state_dict(), "safetensors", 4)
+    del model
+    largest = max(p.stat().st_size for p in source.iterdir())
+    options = DecomposeOptions(method=method, force_all=True)  # type: ignore[arg-type]
+    chosen: dict[str, Any] = {"arch": f"timm:{NAME}", "options": options}
+    convert_checkpoint(swin(tmp_path / "warm"), **{**chosen, "arch_args": ARGS})
+    used = []
+    for attempt in "abcdef":  # what an allocator holds back only adds
+        give_back()
+        before = forget_high_water()
+        done = convert_checkpoint(source, tmp_path / attempt, arch_args=sizes, **chosen)
+        used.append(high_water() - before)
+        shutil.rmtree(tmp_path / attempt)
+        if used[-1] <= 1.2 * largest:
+            break
+    assert min(used) <= 1.2 * largest, used
+    # all heads of one site at once in float64, in the copies that a comparison takes, are more
+    assert done.plan.counts() == {"patched": 4} and 1.2 * largest < 8 * 16 * 256**2 * 5
+
+
+def test_terms_wait_in_a_file(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path)
+    dense = Dense(bias=torch.randn(2, 100, 100), heads=(0, 2))
+    low = LowRank(phi_q=torch.randn(3, 100, 4), phi_k=torch.randn(3, 100, 4))
+    bias, small = ScoreBias((dense, low), 3), ScoreBias((Dense(bias=torch.ones(3, 2, 2)),), 3)
+    with shelf:
+        put, same = shelf.put(bias), shelf.put(small)
+        inside = ScoreBiasModule(put)
+    outside = ScoreBiasModule(put)
+    assert list(tmp_path.iterdir()) == [] and same is small
+    shelf.forget()
+    assert put.spec() == bias.spec()
+    for (name, found), (_, meant) in zip(put.named_tensors(), bias.named_tensors(), strict=True):
+        assert torch.equal(found, meant) and found.data_ptr() != meant.data_ptr()
+        own, copied = (module.state_dict()[name].data_ptr() for module in (inside, outside))
+        assert own == found.data_ptr() != copied
+
+
+def test_buffers_that_no_file_holds_are_kept_once(tmp_path: Path) -> None:
+    done = convert_checkpoint(swin(tmp_path / "m"), tmp_path / "out", **TINY)
+    held = [b for n, b in done.model.named_buffers(remove_duplicate=False) if n.endswith("_index")]
+    assert len(held) == 3 and len({b.data_ptr() for b in held}) == 1
