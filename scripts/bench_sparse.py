@@ -281,6 +281,7 @@ def told(rows: list[dict[str, str]]) -> Iterator[str]:
 
 def draw(rows: list[dict[str, str]], path: Path) -> None:
     """Time and error of each way, a panel for each length."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     good = [row for row in rows if row["state"] == "ok"]
@@ -289,13 +290,15 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
     for at, n in enumerate(lengths):
         axes = figure.add_subplot(1, len(lengths), at + 1)
         own = [row for row in good if int(row["n"]) == n]
+        axes.set_prop_cycle(color=colormaps["tab20"].colors)  # type: ignore[attr-defined]
         for name in dict.fromkeys(row["way"] for row in own):
             points = [(float(r["median_ms"]), float(r["error"])) for r in own if r["way"] == name]
             mark = "*" if name == KERNEL else "o" if name.startswith("factors") else "s"
             axes.plot(*zip(*points, strict=True), mark, linestyle="", label=name)
         axes.set(xscale="log", yscale="log", xlabel="ms", title=f"N = {n}")
         axes.set_ylabel("relative error, against float64 with the exact bias")
-        axes.legend(fontsize=7)
+    if lengths:
+        figure.legend(*axes.get_legend_handles_labels(), fontsize=8, loc="outside right upper")
     figure.suptitle(f"bias like gravity, heads of 64, {rows[0]['card']}, torch {rows[0]['torch']}")
     figure.savefig(path, dpi=120)
 

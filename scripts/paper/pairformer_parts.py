@@ -315,7 +315,9 @@ def inference(
                 with torch.no_grad():
                     return runner.call(*block.inputs[name])
 
-            return Trial(call, lambda: block.errors(name, runner), once, exact=exact, replays=replays)
+            return Trial(
+                call, lambda: block.errors(name, runner), once, exact=exact, replays=replays
+            )
 
         exact = block.runners(name)
         fragile = [n for n in exact if "cuEq" in n or "kernels" in n]
