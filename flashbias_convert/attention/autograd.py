@@ -36,13 +36,14 @@ def attention_training_op(
     query_starts: Tensor | None,
     causal: bool,
     cosine: bool,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attention, and the log-sum-exp of each row in two parts, fp32 (*batch, H, N, 2).
 
     The parts are what was subtracted from a row's scores before exponentials were taken, in natural
     units, and one by the sum of these; zero where a row sees no key. One number would lose the
     differences of a row far from zero. The bias is as packed by `pack_for_training`; other
-    arguments as made by `training_attention`.
+    arguments as made by `training_attention`. `deterministic` is for the backward pass.
     """
     out, lse = empty_output(q, v), _empty_rows(q)
     call = {"q": q, "k": normalize_rows(k) if cosine else k, "v": v, "o": out, "lse": lse}
@@ -87,12 +88,16 @@ def attention_backward_op(
     query_starts: Tensor | None,
     causal: bool,
     cosine: bool,
+    deterministic: bool,
     wanted: Sequence[bool],
 ) -> list[Tensor]:
-    """Gradients of `attention_training`: of q, k, v, head_scale and each bias tensor, if wanted."""
+    """Gradients of `attention_training`: of q, k, v, head_scale and each bias tensor, if wanted.
+
+    torch.use_deterministic_algorithms is looked at when it runs, not when a graph is made.
+    """
     saved = Saved(
         q, k, v, out, lse, bias_tensors, spec, scale, head_scale, key_mask, query_start,
-        query_starts, causal, cosine,
+        query_starts, causal, cosine, deterministic or torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     found, of_terms = attention_gradients(saved, dout, wanted)
     return [*found.values(), *(t for t in of_terms if t is not None)]
@@ -115,6 +120,7 @@ def _(
     query_starts: Tensor | None,
     causal: bool,
     cosine: bool,
+    deterministic: bool,
     wanted: Sequence[bool],
 ) -> list[Tensor]:
     found = [empty_gradient(t) for t, want in zip((q, k, v), wanted[:3], strict=True) if want]
@@ -135,16 +141,16 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
     needs = ctx.needs_input_grad
     wanted = [*needs[:3], needs[6], *needs[3]]
-    rest = (None,) * 5
+    rest = (None,) * 6
     if dout is None or not any(wanted):
         return (None, None, None, [None] * len(needs[3]), None, None, None, *rest)
     q, k, v, out, lse, head_scale, key_mask, starts, *bias_tensors = ctx.saved_tensors
-    spec, scale, start, causal, cosine = ctx.numbers
+    spec, scale, start, causal, cosine, deterministic = ctx.numbers
     found = iter(
         without_autocast(
             q.device, attention_backward_op,
             dout, q, k, v, out, lse, bias_tensors, spec, scale, head_scale, key_mask, start,
-            starts, causal, cosine, wanted,
+            starts, causal, cosine, deterministic, wanted,
         )
     )  # fmt: skip
     each = [next(found) if want else None for want in wanted]

@@ -11,8 +11,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from ..terms import KeyBias, LowRank, ScoreBias
 from .arguments import AttentionArguments
-from .prepared import PreparedBias
+from .prepared import PreparedBias, settled
+from .sdpa import columns_alone
+from .training_costs import KEY_BIAS, Spans, Way, fastest, is_measured
+from .training_packing import training_columns
 
 Backend = Literal["auto", "triton", "sdpa", "eager"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
@@ -72,6 +76,58 @@ def call_problem(q: Tensor, v: Tensor, bias: PreparedBias | None, training: bool
     if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_SIZE:
         return f"head sizes above {MAX_HEAD_SIZE} are not supported"
     return None if bias is None else bias.problem(q.dtype != torch.float32, training)
+
+
+def training_way(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: PreparedBias | None,
+    args: AttentionArguments,
+    *,
+    backend: str,
+    deterministic: bool,
+) -> Way:
+    """How a call that the kernels can run is trained. Reads shapes only.
+
+    Torch's attention adds gradients with atomics, too. So where bits count, the kernels run; else,
+    with "auto", what was measured to be fastest on such a card, and atomics if nothing was.
+    """
+    if deterministic or torch.are_deterministic_algorithms_enabled():
+        return "triton"
+    if backend != "auto" or not is_measured(q.device):
+        return "atomics"
+    spans = _spans_of(q, k, v, None if bias is None else bias.bias, args)
+    for below, way in spans[:-1]:
+        if q.shape[-2] * k.shape[-2] < below:
+            return way
+    return spans[-1][1] if spans else "atomics"
+
+
+def _spans_of(
+    q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias | None, args: AttentionArguments
+) -> Spans:
+    """What was measured of such calls; nothing of terms other than factors or a key bias."""
+    terms = () if bias is None else bias.terms
+    gated = any(term.heads is not None or term.row_scale is not None for term in terms)
+    if gated or not all(isinstance(term, LowRank | KeyBias) for term in terms):
+        return ()
+    size, columns = max(q.shape[-1], v.shape[-1]), 0
+    if bias is not None and terms:
+        columns = training_columns(bias, half=q.dtype != torch.float32)
+    only_columns = columns_alone(q, bias, args)
+    if args.cosine or isinstance(args.scale, Tensor) or q.shape[-3] != k.shape[-3]:
+        only_columns = None  # not measured in torch's attention
+    if any(isinstance(term, KeyBias) for term in terms):
+        if len(terms) > 1:
+            return ()
+        columns, only_columns = KEY_BIAS, None if only_columns is None else KEY_BIAS
+    if torch.compiler.is_compiling():
+        size, columns = settled(size), settled(columns)
+        only_columns = None if only_columns is None else settled(only_columns)
+    trained = bias is not None and bias.requires_grad
+    dtype = str(q.dtype).removeprefix("torch.")
+    return fastest(q.device, dtype, size, columns, only_columns, trained, args.causal)
 
 
 def warn_once(reason: str) -> None:

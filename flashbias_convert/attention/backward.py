@@ -1,17 +1,20 @@
 """The backward pass on the Triton kernels: gradients of q, k, v, the scale and the terms.
 
 Memory is linear in the number of queries and keys, gradients of matrices aside: scores are
-computed again, and gradients of tables pass through a buffer of bounded size.
+computed again, and gradients of tables pass through a buffer of bounded size. The same call gives
+the same bits, unless it lets `backward_atomic` do a part.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .backward_atomic import all_gradients, is_served
 from .backward_launch import GroupCall, TooManyBatchDimensions, share
 from .backward_pairs import pair_gradients
 from .backward_rows import key_gradients, query_gradients
@@ -24,7 +27,7 @@ from .training_packing import factor_gradients, rounded
 
 @dataclass(frozen=True)
 class Saved:
-    """What the forward pass leaves for the backward pass; see `attention_op` for the arguments."""
+    """What the forward pass leaves for the backward pass; see `attention_training_op`."""
 
     q: Tensor
     k: Tensor
@@ -40,6 +43,7 @@ class Saved:
     query_starts: Tensor | None
     causal: bool
     cosine: bool
+    deterministic: bool
 
 
 def attention_gradients(
@@ -77,8 +81,9 @@ def attention_gradients(
             head_scale=saved.head_scale,
         )  # fmt: skip
         call = GroupCall(
-            own_spec, {**tensors, **own}, saved.scale, saved.query_start, saved.causal, saved.cosine
-        )
+            own_spec, {**tensors, **own}, saved.scale, saved.query_start, saved.causal,
+            saved.cosine, not saved.deterministic,
+        )  # fmt: skip
         also = ["scale"] if of_call["head_scale"] else []
         with on_device(dout.device):
             gradients = group_gradients(call, frozenset(names + also))
@@ -171,7 +176,10 @@ def group_gradients(call: GroupCall, wanted: Collection[str]) -> dict[str, Tenso
     if call.tensors["do"].numel() == 0 or call.tensors["q"].numel() == 0:
         return _no_gradients(call, wanted)
     try:
-        found = query_gradients(call, wanted) | key_gradients(call, wanted)
+        if call.atomic and is_served(call, wanted):
+            found = all_gradients(call, wanted)
+        else:
+            found = query_gradients(call, wanted) | key_gradients(call, wanted)
         return found | pair_gradients(call, wanted)
     except TooManyBatchDimensions:
         return _by_slices(call, wanted)
@@ -192,8 +200,7 @@ def _by_slices(call: GroupCall, wanted: Collection[str]) -> dict[str, Tensor]:
     dims, parts = len(call.batch), []
     for i in range(call.batch[0]):
         entry = {n: batch_entry(n, t, dims, i) for n, t in call.tensors.items()}
-        own = GroupCall(call.spec, entry, call.scale, call.query_start, call.causal, call.cosine)
-        parts.append(group_gradients(own, wanted))
+        parts.append(group_gradients(dataclasses.replace(call, tensors=entry), wanted))
     found = {}
     for name in wanted:
         each = torch.stack([part[name] for part in parts])

@@ -50,6 +50,7 @@ class GroupCall:
             group as the kernels read them, and where present raw_q and raw_k, key_mask, starts,
             scale (H,), and dq, dk, dv (by query head), which are written.
         scale, query_start, causal, cosine: see `flashbias_attention`.
+        atomic: add gradients of queries with atomics, where that saves a walk.
     """
 
     spec: GroupSpec
@@ -58,6 +59,7 @@ class GroupCall:
     query_start: int
     causal: bool
     cosine: bool
+    atomic: bool = False
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -79,7 +81,7 @@ class GroupCall:
         return self.tensors["v"].dtype != torch.float32
 
     def settings(self, kernel: str) -> LaunchSettings:
-        """How to launch "queries", "keys" or "pairs"."""
+        """How to launch "queries", "keys", "pairs" or "all"."""
         _, _, d, dv = self.sizes()
         return backward_settings(
             kernel, d=padded(d), dv=padded(dv), columns=self.spec.columns, half=self.half()

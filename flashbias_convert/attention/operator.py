@@ -10,7 +10,14 @@ from torch import Tensor
 from ..errors import UnsupportedTermError, UsageError
 from ..terms import LowRank, ScoreBias
 from .arguments import AttentionArguments, check_arguments
-from .backends import BACKENDS, call_problem, device_problem, wants_gradients, warn_once
+from .backends import (
+    BACKENDS,
+    call_problem,
+    device_problem,
+    training_way,
+    wants_gradients,
+    warn_once,
+)
 from .bounds import LARGEST_BOUND
 from .eager import eager_attention
 from .multiplicative import check_score_scale, repeat_channels
@@ -37,6 +44,7 @@ def flashbias_attention(
     score_scale: LowRank | None = None,
     gate: Tensor | None = None,
     backend: str = "auto",
+    deterministic: bool = True,
 ) -> Tensor:
     """softmax(scale * q k^T + bias) v, the bias being a sum of terms (FlashBias, section 3).
 
@@ -71,6 +79,13 @@ def flashbias_attention(
         backend: "triton" (the kernels, forward and backward), "sdpa" (factors concatenated on
             torch's attention, differentiable), "eager" (the reference), or "auto": the kernels
             where they can run, else sdpa with a warning once per reason.
+        deterministic: the backward pass of the kernels gives the same bits every time. False lets
+            it add gradients of q and of phi_q with atomics, in an order that changes from call to
+            call, which saves it from computing the scores twice. "auto" then takes whatever was
+            measured to be fastest on such a card: atomics or not, or torch's attention, where
+            factors or a key bias are all that is added. No atomics, whatever is said here: where
+            a gradient is asked for of a row scale (but an ALiBi slope), a diagonal or axial terms;
+            and under torch.use_deterministic_algorithms(True).
 
     Returns:
         Tensor of shape (*batch, H, N, Dv) in the dtype of q.
@@ -116,7 +131,13 @@ def flashbias_attention(
     training = wants_gradients(q, k, v, prepared, args)
     problem = device_problem(q.device) or call_problem(q, v, prepared, training)
     if problem is None and training:
-        return gated(without_autocast(q.device, training_attention, q, k, v, prepared, args), gate)
+        way = training_way(
+            q, k, v, prepared, args, backend=backend, deterministic=deterministic
+        )
+        train = partial(training_attention, deterministic=way != "atomics")
+        if way == "sdpa":
+            return gated(without_autocast(q.device, sdpa_attention, q, k, v, terms, args), gate)
+        return gated(without_autocast(q.device, train, q, k, v, prepared, args), gate)
     if problem is None:
         return without_autocast(q.device, triton_attention, q, k, v, prepared, args, score_bound)
     if backend == "triton":
@@ -173,7 +194,12 @@ def triton_attention(
 
 
 def training_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: PreparedBias | None, args: AttentionArguments
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: PreparedBias | None,
+    args: AttentionArguments,
+    deterministic: bool = True,
 ) -> Tensor:
     """Attention by the Triton kernels that have a backward pass, whose limits have been checked."""
     from .autograd import attention_training_op
@@ -200,6 +226,7 @@ def training_attention(
         start.to(q.device, torch.int32) if isinstance(start, Tensor) else None,
         args.causal,
         args.cosine,
+        deterministic,
     )
     return out
 

@@ -15,6 +15,7 @@ from .packing import PackedBias, can_join, join, pack, unsupported
 from .training_packing import pack_for_training, training_problem
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 #: what for ("attention" or "training"), whether in half precision, and for which scale
 Form = tuple[str, bool, float | None]
 
@@ -101,7 +102,7 @@ class PreparedBias:
 
     def _form(self, purpose: str, half: bool, scale: float | None) -> PackedBias:
         if self._alike and torch.compiler.is_compiling():
-            scale = None if scale is None else _settled(scale)
+            scale = None if scale is None else settled(scale)
             _make_outside_of_the_graph(self._alike, purpose, half, scale)
         form = (purpose, half, scale)
         if form in self._forms:
@@ -179,11 +180,11 @@ def _join(bias: PreparedBias) -> tuple[str, _Alike]:
     return name, group
 
 
-def _settled(scale: float) -> float:
+def settled(number: N) -> N:
     """The number itself where a trace leaves it open, as it does for sizes that change."""
     from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-    return guard_scalar(scale)
+    return guard_scalar(number)  # type: ignore[return-value]
 
 
 def _problem_of(alike: str, half: bool) -> str | None:

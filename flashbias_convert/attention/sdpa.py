@@ -61,6 +61,16 @@ def scaled(q: Tensor, k: Tensor, args: AttentionArguments) -> tuple[Tensor, Tens
     return (query * args.scale_for_heads(q, wide)).to(q.dtype), key.to(k.dtype), 1.0
 
 
+def columns_alone(q: Tensor, bias: ScoreBias | None, args: AttentionArguments) -> int | None:
+    """How many columns carry the whole bias; None where a mask of size N x M is needed."""
+    thin, rest = _split_terms(bias, q)
+    if rest is not None or args.key_mask is not None:
+        return None
+    if args.causal and not _is_zero(args.query_start):
+        return None
+    return sum(_width(term, q) for term in thin)
+
+
 def _split_terms(bias: ScoreBias | None, q: Tensor) -> tuple[list[Term], ScoreBias | None]:
     """The terms that become columns, and the bias that becomes a mask."""
     if bias is None:

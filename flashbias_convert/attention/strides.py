@@ -53,6 +53,8 @@ TAILS = {
     "dq": 3,
     "dk": 3,
     "dv": 3,
+    "q_sums": 3,
+    "phi_q_sums": 3,
 }
 #: Vectors that all batch entries share.
 VECTORS = ("heads", "codes_q", "codes_k", "axial_y", "axial_x", "scale")

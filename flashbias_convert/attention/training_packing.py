@@ -48,6 +48,12 @@ def training_problem(bias: ScoreBias, *, half: bool) -> str | None:
     return unsupported(bias, half=half)
 
 
+def training_columns(bias: ScoreBias, *, half: bool) -> int:
+    """Padded factor columns of a group that has all terms and heads."""
+    thin = [term for term in bias.terms if isinstance(term, LowRank)]
+    return bucket(sum(term.max_rank + 2 * splits(term, half) for term in thin))
+
+
 def pack_for_training(bias: ScoreBias, *, half: bool) -> PackedBias:
     """Prepare a bias for the operator that gives gradients. Differentiable.
 

@@ -114,8 +114,9 @@ def backward_settings(kernel: str, *, d: int, dv: int, columns: int, half: bool)
     """Settings for one launch of a backward kernel, chosen so that common sizes fit registers.
 
     Args:
-        kernel: "queries" (a block of queries walks the keys), "keys" (the other way round) or
-            "pairs" (one tile walks the batch).
+        kernel: "queries" (a block of queries walks the keys), "keys" (the other way round), "all"
+            (the same with atomics for what belongs to queries) or "pairs" (one tile walks the
+            batch).
         d, dv: head sizes, padded to powers of two.
         columns: padded number of factor columns.
         half: fp16 or bf16 inputs.

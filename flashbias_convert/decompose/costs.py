@@ -7,10 +7,11 @@ length. All numbers of the choice of terms live there and here, and nowhere else
 from __future__ import annotations
 
 import bisect
-import csv
 import math
 from functools import cache
 from importlib.resources import files
+
+from ..cost_tables import Curve, read_costs
 
 #: Shorter sites gain little: method "auto" leaves them alone. Measured on an H200 with a module of
 #: SwinV2 (scripts/results/bench_windows.csv): 1.2 times faster with 4 tokens, 3.3 times with 16.
@@ -42,8 +43,6 @@ RECKONED = {"lookup": ("dense", "relative_table")}
 
 #: The class of cards whose measurements count; the table may have others.
 CARDS = "hopper"
-#: length -> picoseconds per score, ascending
-Curve = list[tuple[int, float]]
 
 
 def rank_bucket(rank: int) -> int:
@@ -144,13 +143,4 @@ def _curves(head_dim: int | None) -> dict[str, Curve]:
 @cache
 def _table() -> dict[int, dict[str, Curve]]:
     """Head size -> form -> curve."""
-    found: dict[int, dict[str, Curve]] = {}
-    text = (files(__package__) / "cost_table.csv").read_text("utf-8")
-    rows = (row for row in csv.DictReader(text.splitlines()) if row["class"] == CARDS)
-    for row in rows:
-        forms = found.setdefault(int(row["head_size"]), {})
-        forms.setdefault(row["form"], []).append((int(row["n"]), float(row["ps_per_score"])))
-    for forms in found.values():
-        for curve in forms.values():
-            curve.sort()
-    return found
+    return read_costs((files(__package__) / "cost_table.csv").read_text("utf-8"), CARDS)

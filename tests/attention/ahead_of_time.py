@@ -26,6 +26,7 @@ from flashbias_convert.attention import (
     PreparedBias,
     launch,
     normalize,
+    triton_atomic,
     triton_backward,
     triton_combine,
     triton_forward,
@@ -126,6 +127,7 @@ def compile_training(
     bias: ScoreBias | None = None,
     *,
     forward: bool = True,
+    deterministic: bool = True,
     **options: Any,
 ) -> list[Compiled]:
     """Compile what a call and its backward pass would launch, in order.
@@ -133,12 +135,14 @@ def compile_training(
     Args:
         q, k, v: tensors on the CPU that ask for gradients; their values do not matter.
         forward: compile the forward kernel, too.
+        deterministic: see `flashbias_attention`.
         bias, options: as for `flashbias_attention`.
     """
     call: dict[str, Any] = {"scale": None, "causal": False, "query_start": None, "key_mask": None}
     args = check_arguments(q, k, v, **{**call, "cosine": False, **options})
     with _recording(forward) as compiled:
-        out = training_attention(q, k, v, None if bias is None else PreparedBias(bias), args)
+        prepared = None if bias is None else PreparedBias(bias)
+        out = training_attention(q, k, v, prepared, args, deterministic)
         out.backward(torch.zeros_like(out))
     return compiled
 
@@ -174,6 +178,8 @@ KERNELS = (
     (triton_backward, "delta_kernel"),
     (triton_backward, "query_gradients_kernel"),
     (triton_keys, "key_gradients_kernel"),
+    (triton_atomic, "all_gradients_kernel"),
+    (triton_atomic, "finish_queries_kernel"),
     (triton_pairs, "pair_gradients_kernel"),
     (triton_pairs, "sums_by_code_kernel"),
 )

@@ -103,7 +103,8 @@ def test_registration_with_gradients(kernel: str, device: torch.device) -> None:
     tensors = [t.requires_grad_() if t.is_floating_point() else t for t in packed.tensors]
     head_scale = torch.ones(2, device=device, requires_grad=True)
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    arguments = (*leaves, tensors, packed.spec, 1.0, head_scale, None, 0, None, True, True)
+    numbers = (1.0, head_scale, None, 0, None, True, True, True)
+    arguments = (*leaves, tensors, packed.spec, *numbers)
     torch.library.opcheck(attention_training_op, arguments, test_utils=TRAINING_CHECKS)
 
 
