@@ -39,6 +39,10 @@ class ScoreBiasModule(SavedTerms):
             all of them are buffers.
     """
 
+    #: set to False, it trains with atomics where they are faster, see `flashbias_attention`; a file
+    #: of the model does not keep it
+    deterministic: bool = True
+
     def __init__(
         self,
         bias: ScoreBias,
@@ -224,9 +228,8 @@ class ScoreBiasModule(SavedTerms):
         prepared, bound = self.of_call(built, extra, without)
         # without terms there is no tensor that tells on which device zeros would be added
         added = prepared if prepared.bias.terms else None
-        return flashbias_attention(
-            q, k, v, added, score_bound=bound, backend=self.backend, **kwargs
-        )
+        options = {"backend": self.backend, "deterministic": self.deterministic, **kwargs}
+        return flashbias_attention(q, k, v, added, score_bound=bound, **options)
 
     def of_call(
         self,

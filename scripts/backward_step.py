@@ -13,13 +13,15 @@ from bench_attention import _first_entry as first_entry
 from torch import Tensor
 
 from flashbias_convert import ScoreBias
-from flashbias_convert.attention import flashbias_attention
+from flashbias_convert.attention import PreparedBias, flashbias_attention
 from flashbias_convert.benchmark.calls import AttentionCall
 from flashbias_convert.benchmark.peers import dense_mask
 from flashbias_convert.benchmark.timing import allocated, measure
 
 #: queries of the reference at a time
 ROWS = 2048
+#: ours, but not with the same bits every time
+ATOMICS = "ours, atomics"
 GRADIENTS = ("error_dq", "error_dk", "error_dv")
 #: terms of a bias by the name of their tensors: the axis of queries
 _QUERIES = {"phi_q": -2, "u": -1, "bias": -2, "rel_h": -2, "rel_w": -2}
@@ -117,8 +119,16 @@ def steps(problem: Problem, **options: Any) -> list[tuple[Peer, MakeStep]]:
         return Step(call, wanted, problem.dout)
 
     args = (problem.shape, problem.q, problem.k, problem.v, problem.bias)
-    found = peers(*args, dense=dense, **options)
+    found = list(peers(*args, dense=dense, **options))
+    found.insert(1, Peer(ATOMICS, lambda: with_atomics(problem)))
     return [(peer, lambda peer=peer: step_of(peer)) for peer in found]
+
+
+def with_atomics(problem: Problem) -> Call:
+    """Ours, with a backward pass that adds with atomics where it can."""
+    bias = None if problem.bias is None else PreparedBias(problem.bias)
+    options = {"backend": "triton", "deterministic": False, **problem.shape.options}
+    return lambda: flashbias_attention(problem.q, problem.k, problem.v, bias, **options)
 
 
 def truth(problem: Problem, has_bias: bool) -> list[Tensor]:

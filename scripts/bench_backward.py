@@ -5,7 +5,8 @@ python scripts/bench_backward.py --tiny --device cpu --dtype float16 --together 
 
 Shapes and peers are those of `bench_attention.py` (decoding aside, which nobody trains): torch SDPA
 without a bias (flash, cuDNN) and with the dense bias (memory-efficient, cuDNN), FlexAttention with
-the dense bias and with closed forms, packages that are installed, our sdpa path. A `frozen` bias
+the dense bias and with closed forms, packages that are installed, our sdpa path, and ours with
+atomics (`deterministic=False`), which are not the `ours` of ratios. A `frozen` bias
 has no gradient; a `trained` one is trained in the form that a peer takes: the dense matrix by those
 that read one, the tensors of the terms by all others.
 

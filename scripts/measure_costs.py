@@ -26,12 +26,11 @@ from tune_attention import time_ms
 
 from flashbias_convert import Diagonal, ScoreBias
 from flashbias_convert.attention import PreparedBias, flashbias_attention
+from flashbias_convert.cost_tables import CLASSES, FIELDS
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda")
 TABLE = ROOT / "flashbias_convert/decompose/cost_table.csv"
-#: by major compute capability
-CLASSES = {8: "ampere", 9: "hopper", 10: "blackwell", 12: "blackwell"}
 HEADS = 8
 SCORES = 2**28
 Make = Callable[[Shape, torch.device], ScoreBias]
@@ -64,7 +63,6 @@ FORMS: dict[str, Make] = {
 }
 #: A dense bias in torch's fused attention.
 SDPA = "dense, sdpa"
-FIELDS = ["head_size", "n", "form", "ms", "ps_per_score", "class", "card", "torch", "triton"]
 
 
 def shape_of(n: int, d: int) -> Shape:
@@ -106,8 +104,8 @@ def main() -> None:
     jobs = [(n, d, form) for d in options.head_sizes for n in options.lengths for form in forms]
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
         pool.map(compile_one, jobs, chunksize=2)
-    major, _ = torch.cuda.get_device_capability()
-    where = [CLASSES[major], torch.cuda.get_device_name(), torch.__version__, triton.__version__]
+    of_class = CLASSES[torch.cuda.get_device_capability()]
+    where = [of_class, torch.cuda.get_device_name(), torch.__version__, triton.__version__]
     options.output.parent.mkdir(parents=True, exist_ok=True)
     with options.output.open("w", newline="") as file:
         writer = csv.writer(file)

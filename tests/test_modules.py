@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
-from flashbias_convert import Regions, RelativeTable, ScoreBias
+from flashbias_convert import Regions, RelativeTable, ScoreBias, modules
 from flashbias_convert.mask_memo import MaskMemo
 from flashbias_convert.modules import ScoreBiasModule
 
@@ -22,6 +24,18 @@ def test_codes_outside_the_table_are_refused() -> None:
     for offset in (-1, 1):
         with pytest.raises(ValueError, match="the table has 9 entries"):
             make(offset).prepared()
+
+
+def test_atomics_are_asked_for_by_an_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy keeps it; a call may say otherwise."""
+    asked = []
+    monkeypatch.setattr(modules, "flashbias_attention", lambda *_, **k: asked.append(k))
+    terms, x = make(), torch.randn(1, 2, 5, 8)
+    terms(x, x, x)
+    terms.deterministic = False
+    copy.deepcopy(terms)(x, x, x)
+    terms(x, x, x, deterministic=True)
+    assert [k["deterministic"] for k in asked] == [True, False, True]
 
 
 def test_one_row_of_ids_stands_for_a_mask_that_is_repeated() -> None:

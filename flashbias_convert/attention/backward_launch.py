@@ -82,9 +82,9 @@ class GroupCall:
 
     def settings(self, kernel: str) -> LaunchSettings:
         """How to launch "queries", "keys", "pairs" or "all"."""
-        _, _, d, dv = self.sizes()
+        _, m, d, dv = self.sizes()
         return backward_settings(
-            kernel, d=padded(d), dv=padded(dv), columns=self.spec.columns, half=self.half()
+            kernel, m=m, d=padded(d), dv=padded(dv), columns=self.spec.columns, half=self.half()
         )
 
 

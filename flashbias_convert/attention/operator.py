@@ -131,9 +131,7 @@ def flashbias_attention(
     training = wants_gradients(q, k, v, prepared, args)
     problem = device_problem(q.device) or call_problem(q, v, prepared, training)
     if problem is None and training:
-        way = training_way(
-            q, k, v, prepared, args, backend=backend, deterministic=deterministic
-        )
+        way = training_way(q, k, v, prepared, args, backend=backend, deterministic=deterministic)
         train = partial(training_attention, deterministic=way != "atomics")
         if way == "sdpa":
             return gated(without_autocast(q.device, sdpa_attention, q, k, v, terms, args), gate)

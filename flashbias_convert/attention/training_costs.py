@@ -100,7 +100,9 @@ fastest._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _spans(costs: dict[Way, dict[int, float]]) -> Spans:
     """Where each way is the cheapest; limits lie in the middle, on the scale of logarithms."""
-    lengths = sorted(costs.get("triton", ()))
+    if "triton" not in costs:
+        return ()
+    lengths = sorted(costs["triton"])
     found: list[tuple[int, Way]] = []
     for n, longer in zip(lengths, [*lengths[1:], None], strict=True):
         best = min(costs, key=lambda way: costs[way].get(n, math.inf))

@@ -110,20 +110,26 @@ def _narrow_heads(shape: LaunchShape, width: int) -> LaunchSettings:
     return LaunchSettings(64, 64, 4, 3, 96)
 
 
-def backward_settings(kernel: str, *, d: int, dv: int, columns: int, half: bool) -> LaunchSettings:
+def backward_settings(
+    kernel: str, *, m: int, d: int, dv: int, columns: int, half: bool
+) -> LaunchSettings:
     """Settings for one launch of a backward kernel, chosen so that common sizes fit registers.
 
     Args:
         kernel: "queries" (a block of queries walks the keys), "keys" (the other way round), "all"
             (the same with atomics for what belongs to queries) or "pairs" (one tile walks the
             batch).
+        m: number of keys.
         d, dv: head sizes, padded to powers of two.
         columns: padded number of factor columns.
         half: fp16 or bf16 inputs.
     """
     width = max(d, dv)
     if not half:
-        return LaunchSettings(16 if width > 64 else 32, 16 if width > 64 else 32, 4, 1)
+        rows = 16 if width > 64 or kernel == "all" else 32
+        return LaunchSettings(rows, 16 if width > 64 else 32, 4, 1)
+    if kernel == "all":
+        return _all_gradients(m, width, columns)
     if width > 128 or columns > 64:
         return LaunchSettings(32, 32, 4, 1)
     if width <= 64 and columns <= 32:
@@ -132,3 +138,20 @@ def backward_settings(kernel: str, *, d: int, dv: int, columns: int, half: bool)
     if kernel == "keys":
         return LaunchSettings(32, 64, 4, 1 if columns > 32 else 2)
     return LaunchSettings(64, 32, 4, 2)
+
+
+def _all_gradients(m: int, width: int, columns: int) -> LaunchSettings:
+    """For the walk with atomics, which holds the gradients of keys and a share of those of queries.
+
+    Read off what the compiler says of registers; not measured.
+    """
+    if width > 128 or columns > 64:
+        return LaunchSettings(32, 32, 4 if width <= 64 else 8, 1)
+    if width > 64 and columns > 16:
+        return LaunchSettings(16, 64, 8, 1) if columns <= 32 else LaunchSettings(32, 32, 8, 1)
+    if width > 64:
+        return LaunchSettings(64, 64, 8, 2)
+    if columns > (32 if width <= 32 else 16):
+        return LaunchSettings(32, 64, 4, 2)
+    # twice the keys per program halve what is added to memory, unless the last block is half empty
+    return LaunchSettings(64, 64, 4, 2) if _few_rows(m) else LaunchSettings(64, 128, 8, 2)

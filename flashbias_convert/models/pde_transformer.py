@@ -96,17 +96,19 @@ class FusedAttend:
     """The attention of this package.
 
     Args:
-        backend: see `flashbias_attention`.
+        backend, deterministic: see `flashbias_attention`.
     """
 
-    def __init__(self, backend: str = "auto") -> None:
-        self.backend = backend
+    def __init__(self, backend: str = "auto", deterministic: bool = True) -> None:
+        self.backend, self.deterministic = backend, deterministic
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, distances: Distances, weight: Tensor | None
     ) -> Tensor:
         bias = None if weight is None else distances.bias(weight)
-        return flashbias_attention(q, k, v, bias, backend=self.backend)
+        return flashbias_attention(
+            q, k, v, bias, backend=self.backend, deterministic=self.deterministic
+        )
 
 
 class PointAttention(nn.Module):

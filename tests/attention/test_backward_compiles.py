@@ -41,6 +41,7 @@ class Variant:
         options: arguments of the call.
         in_registers: whether no number may spill in an inner loop.
         forward: compile the forward kernel that keeps sums of rows, too.
+        deterministic: see `flashbias_attention`.
     """
 
     dtype: torch.dtype
@@ -51,6 +52,7 @@ class Variant:
     options: dict[str, Any] = field(default_factory=dict)
     in_registers: bool = True
     forward: bool = False
+    deterministic: bool = True
 
     def compile(self) -> list[Compiled]:
         x = Inputs(torch.device("cpu"), self.dtype, n=self.n, d=self.d, heads=2)
@@ -63,11 +65,13 @@ class Variant:
         if options.pop("learnt_scale", False):
             options["scale"] = torch.ones(2, requires_grad=True)
         bias = ScoreBias(terms, 2) if terms else None
-        return compile_training(q, k, v, bias, forward=self.forward, **options)
+        given = {"forward": self.forward, "deterministic": self.deterministic, **options}
+        return compile_training(q, k, v, bias, **given)
 
 
 WITH_PAIRS = ("delta", "query_gradients", "key_gradients", "pair_gradients")
 WITH_TABLES = (*WITH_PAIRS, "sums_by_code")
+WITH_ATOMICS = ("delta", "all_gradients", "finish_queries")
 
 
 def without_pairs(x: Inputs) -> Sequence[Any]:
@@ -93,6 +97,21 @@ VARIANTS = {
         FP16, 49, 8, without_pairs, options={"causal": True}, in_registers=False
     ),
     "lookup-rows": Variant(BF16, 63, 16, lambda x: [x.rows(x.lookup())], WITH_TABLES),
+    "atomics": Variant(BF16, 576, 64, kernels=WITH_ATOMICS, deterministic=False),
+    "atomics-rank16": Variant(
+        BF16, 576, 64, lambda x: [x.low_rank(16, split=0)], WITH_ATOMICS, deterministic=False
+    ),
+    "atomics-rank32-windows": Variant(
+        FP16, 144, 32, lambda x: [x.low_rank(32, split=0)], WITH_ATOMICS,
+        {"cosine": True, "learnt_scale": True}, deterministic=False, in_registers=False,
+    ),
+    "atomics-rank56-head-size-72": Variant(
+        BF16, 113, 72, lambda x: [x.low_rank(56, split=0), x.alibi()], WITH_ATOMICS,
+        {"causal": True}, deterministic=False, in_registers=False,
+    ),
+    "atomics-fp32": Variant(
+        FP32, 63, 12, lambda x: [x.low_rank(2), x.key_bias()], WITH_ATOMICS, deterministic=False
+    ),
     "fp32-rank2": Variant(FP32, 63, 12, lambda x: [x.low_rank(2), x.key_bias()]),
 }  # fmt: skip
 
@@ -109,5 +128,6 @@ def test_backward_kernels_compile(name: str, tmp_path: Path) -> None:
         if variant.dtype != FP32 and each.name in (
             "query_gradients_kernel",
             "key_gradients_kernel",
+            "all_gradients_kernel",
         ):
             assert "mma" in each.ptx
