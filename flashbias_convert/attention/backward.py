@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .backward_atomic import all_gradients, is_served
+from .backward_kernel import run_kernel
 from .backward_launch import GroupCall, TooManyBatchDimensions, share
 from .backward_pairs import pair_gradients
 from .backward_rows import key_gradients, query_gradients
@@ -159,11 +160,12 @@ def _row_sums(tensors: dict[str, Tensor]) -> None:
     (*_, heads, n, dv), walks = out.shape, shares.walks
     rows = max(16, 2048 // padded(dv))
     programs = -(-n // rows) * heads * shares.entries.kept
-    if programs:
-        delta_kernel[(programs,)](
-            walks["q"], walks["do"], walks["delta"], shares.entries, heads, n,
-            DV=dv, BLOCK_DV=padded(dv), ROWS=rows,
-        )  # fmt: skip
+    run_kernel(
+        delta_kernel, programs,
+        (walks["q"], walks["do"], walks["delta"], shares.entries, heads, n),
+        {"DV": dv, "BLOCK_DV": padded(dv), "ROWS": rows},
+        layout=call.layout, numbers=tuple(shares.entries),
+    )  # fmt: skip
 
 
 def group_gradients(call: GroupCall, wanted: Collection[str]) -> dict[str, Tensor]:

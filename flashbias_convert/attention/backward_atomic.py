@@ -12,7 +12,16 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from .backward_launch import GroupCall, Shares, aligned, kernel_arguments, kernel_constants, share
+from .backward_kernel import run_kernel
+from .backward_launch import (
+    GroupCall,
+    Shares,
+    aligned,
+    kernel_arguments,
+    kernel_constants,
+    numbers_of,
+    share,
+)
 from .backward_rows import OF_KEYS, OF_QUERIES
 from .strides import padded
 
@@ -53,11 +62,11 @@ def all_gradients(call: GroupCall, wanted: Collection[str]) -> dict[str, Tensor]
     buffers = {name: _buffer(call, name, shares) for name in by_key}
     walks = {n: shares.walks[n] for n in ("dk", "dv", *sums) if n in shares.walks}
     out = AllGradients(**walks, **{BY_KEY[name]: buffers[name] for name in by_key})
-    all_gradients_kernel[(programs * shares.slots,)](
-        *kernel_arguments(call, shares, out),
-        **kernel_constants(call, settings), COSINE=call.cosine,
-        ALIGNED_SUMS="q_sums" in sums and aligned(sums["q_sums"]),
-        num_warps=settings.num_warps, num_stages=settings.num_stages,
+    whole = {"ALIGNED_SUMS": "q_sums" in sums and aligned(sums["q_sums"])}
+    run_kernel(
+        all_gradients_kernel, programs * shares.slots, kernel_arguments(call, shares, out),
+        {**kernel_constants(call, settings), "COSINE": call.cosine, **whole}, settings,
+        layout=call.layout, numbers=numbers_of(call, shares, out),
     )  # fmt: skip
     if "q_sums" in sums:
         _finish_queries(call)
@@ -82,8 +91,11 @@ def _finish_queries(call: GroupCall) -> None:
     n, _, d, _ = call.sizes()
     shares = share(call, 1, (), True)
     rows = max(16, 2048 // padded(d))
-    finish_queries_kernel[(-(-n // rows) * call.heads * shares.entries.kept,)](
-        shares.bundle(Call), shares.walks.get("heads"), shares.walks["q_sums"],
-        shares.walks["dq"], shares.entries, call.scale, call.heads, n,
-        D=d, BLOCK_D=padded(d), ROWS=rows, COSINE=call.cosine,
+    walks = shares.walks
+    run_kernel(
+        finish_queries_kernel, -(-n // rows) * call.heads * shares.entries.kept,
+        (shares.bundle(Call), walks.get("heads"), walks["q_sums"], walks["dq"], shares.entries,
+         call.scale, call.heads, n),
+        {"D": d, "BLOCK_D": padded(d), "ROWS": rows, "COSINE": call.cosine},
+        layout=call.layout, numbers=tuple(shares.entries),
     )  # fmt: skip

@@ -7,13 +7,16 @@ a program over the entries of its split, then here over splits.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .known_layouts import layout_number
+from .launch_plan import MAX_PLANS
 from .packing import GroupSpec
 from .strides import (
     MAX_BATCH_DIMS,
@@ -60,6 +63,11 @@ class GroupCall:
     causal: bool
     cosine: bool
     atomic: bool = False
+
+    @cached_property
+    def layout(self) -> int:
+        """How its tensors lie in memory, see `layout_number`."""
+        return layout_number(self.tensors)
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -108,7 +116,7 @@ class Shares:
 
     def bundle(self, kind: Any) -> Any:
         """A `Call` or `Terms` for the kernel."""
-        return kind(**{n: self.walks.get(n) for n in kind._fields})
+        return kind(*map(self.walks.get, kind._fields))
 
     def buffer(self, *shape: int, like: Tensor) -> Tensor:
         """Uninitialised fp32, (slots, *shape)."""
@@ -127,6 +135,20 @@ def sum_to(x: Tensor, shape: Sequence[int]) -> Tensor:
     return x.sum_to_size(tuple(shape[extra:])).reshape(tuple(shape))
 
 
+@dataclass(frozen=True)
+class _Shared:
+    """What `share` finds, without the tensors; see `Shares`."""
+
+    strides: Mapping[str, tuple[int, ...]]
+    entries: Any
+    lead: tuple[int, ...]
+    slots: int
+    splits: int
+
+
+_SHARED: dict[Hashable, _Shared] = {}
+
+
 def share(call: GroupCall, programs: int, outputs: Collection[str], everything: bool) -> Shares:
     """Decide which batch dimensions programs keep apart and which they sum over.
 
@@ -139,10 +161,24 @@ def share(call: GroupCall, programs: int, outputs: Collection[str], everything: 
     Raises:
         TooManyBatchDimensions: more than `MAX_BATCH_DIMS` are left after merging.
     """
-    from .triton_tiles import Entries, Walk
+    from .triton_tiles import Walk
 
-    batch, tensors = call.batch, call.tensors
-    own = {n: t for n, t in tensors.items() if n not in VECTORS}
+    key = (call.layout, programs, tuple(outputs), everything, ENOUGH_PROGRAMS)
+    found = _SHARED.get(key)
+    if found is None:
+        if len(_SHARED) >= MAX_PLANS:
+            _SHARED.clear()
+        found = _SHARED[key] = _share(call, programs, outputs, everything)
+    strides = found.strides
+    walks = {n: Walk(t, strides[n]) if n in strides else t for n, t in call.tensors.items()}
+    return Shares(walks, found.entries, found.lead, found.slots, found.splits)
+
+
+def _share(call: GroupCall, programs: int, outputs: Collection[str], everything: bool) -> _Shared:
+    from .triton_tiles import Entries
+
+    batch = call.batch
+    own = {n: t for n, t in call.tensors.items() if n not in VECTORS}
     strides = {n: batch_strides(n, t, batch) for n, t in own.items()}
     differ = [any(_has(own[n], n, batch, d) for n in outputs) for d in range(len(batch))]
     kept = [everything or each for each in differ]
@@ -161,11 +197,11 @@ def share(call: GroupCall, programs: int, outputs: Collection[str], everything: 
     splits = min(entries, -(-ENOUGH_PROGRAMS // max(programs * count, 1)))
     per_split = -(-entries // max(splits, 1))
     splits = -(-entries // max(per_split, 1))
-    named: dict[str, Any] = {n: t for n, t in tensors.items() if n in VECTORS}
-    for name, walk in zip(own, walks, strict=False):
-        named[name] = Walk(own[name], (*[0] * missing, *walk, *own_strides(name, own[name])))
-    return Shares(
-        walks=named,
+    return _Shared(
+        strides={
+            name: (*[0] * missing, *walk, *own_strides(name, own[name]))
+            for name, walk in zip(own, walks, strict=False)
+        },
         entries=Entries(count, of_kept[1], of_kept[2], entries, looped[1], looped[2], per_split),
         lead=lead,
         slots=splits * count,
@@ -215,6 +251,17 @@ def kernel_constants(call: GroupCall, settings: LaunchSettings) -> dict[str, Any
         "BM": settings.block_m,
         "BN": settings.block_n,
     }
+
+
+def numbers_of(call: GroupCall, shares: Shares, out: Any, *more: int) -> tuple[Any, ...]:
+    """What of the arguments of a kernel the layout of the call does not imply; see `run_kernel`.
+
+    Args:
+        call, shares, out: as for `kernel_arguments`.
+        *more: other integers among the arguments.
+    """
+    there = tuple([x is not None for x in out or ()])
+    return (call.query_start, *more, tuple(shares.entries), there)
 
 
 def aligned(x: Tensor) -> bool:

@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backward_launch import GroupCall, Shares, kernel_arguments, kernel_constants, share, sum_to
+from .backward_kernel import run_kernel
+from .backward_launch import (
+    GroupCall,
+    Shares,
+    kernel_arguments,
+    kernel_constants,
+    numbers_of,
+    share,
+    sum_to,
+)
 
 #: Tensors of pairs, and the gate of each.
 PAIRS = {"dense": "dense_rows", "table": "table_rows", "lookup": "lookup_rows"}
@@ -61,10 +70,11 @@ def _strip(call: GroupCall, name: str, shares: Shares, first: int, rows: int) ->
     out = shares.buffer(call.heads, rows, m, like=call.tensors["q"])
     programs = -(-rows // settings.block_m) * -(-m // settings.block_n) * call.heads
     c, t, _, *rest = kernel_arguments(call, shares, None)
-    pair_gradients_kernel[(programs * shares.slots,)](
-        c, t, out, shares.walks.get(PAIRS[name]), *rest, first, rows,
-        **kernel_constants(call, settings),
-        num_warps=settings.num_warps, num_stages=settings.num_stages,
+    run_kernel(
+        pair_gradients_kernel, programs * shares.slots,
+        (c, t, out, shares.walks.get(PAIRS[name]), *rest, first, rows),
+        kernel_constants(call, settings), settings,
+        layout=call.layout, numbers=(name, *numbers_of(call, shares, None, first, rows)),
     )  # fmt: skip
     return out
 

@@ -6,7 +6,8 @@ from collections.abc import Collection
 
 from torch import Tensor
 
-from .backward_launch import GroupCall, kernel_arguments, kernel_constants, share
+from .backward_kernel import run_kernel
+from .backward_launch import GroupCall, kernel_arguments, kernel_constants, numbers_of, share
 from .strides import TAILS, padded
 
 #: Tensors whose gradients are sums over keys, and over queries.
@@ -35,11 +36,11 @@ def query_gradients(call: GroupCall, wanted: Collection[str]) -> dict[str, Tenso
     }
     high, wide = (columns.get(name, (1,))[0] for name in ("rel_h", "rel_w"))
     out = QueryGradients(dq=shares.walks.get("dq"), **buffers)
-    query_gradients_kernel[(programs * shares.slots,)](
-        *kernel_arguments(call, shares, out),
-        KH=high, KW=wide, BLOCK_KH=padded(high), BLOCK_KW=padded(wide),
-        **kernel_constants(call, settings), COSINE=call.cosine,
-        num_warps=settings.num_warps, num_stages=settings.num_stages,
+    sizes = {"KH": high, "KW": wide, "BLOCK_KH": padded(high), "BLOCK_KW": padded(wide)}
+    run_kernel(
+        query_gradients_kernel, programs * shares.slots, kernel_arguments(call, shares, out),
+        {**sizes, **kernel_constants(call, settings), "COSINE": call.cosine}, settings,
+        layout=call.layout, numbers=numbers_of(call, shares, out),
     )  # fmt: skip
     return {name: shares.total(buffers[name], _shape(call, name)) for name in wanted}
 
@@ -60,10 +61,10 @@ def key_gradients(call: GroupCall, wanted: Collection[str]) -> dict[str, Tensor]
         for name in wanted
     }
     out = KeyGradients(dk=shares.walks.get("dk"), dv=shares.walks.get("dv"), **buffers)
-    key_gradients_kernel[(programs * shares.slots,)](
-        *kernel_arguments(call, shares, out),
-        **kernel_constants(call, settings), COSINE=call.cosine,
-        num_warps=settings.num_warps, num_stages=settings.num_stages,
+    run_kernel(
+        key_gradients_kernel, programs * shares.slots, kernel_arguments(call, shares, out),
+        {**kernel_constants(call, settings), "COSINE": call.cosine}, settings,
+        layout=call.layout, numbers=numbers_of(call, shares, out),
     )  # fmt: skip
     return {name: shares.total(buffers[name], _shape(call, name)) for name in wanted}
 

@@ -1,0 +1,52 @@
+"""Launches of backward kernels, which keep what Triton would look up again in every call.
+
+Its way from arguments to a compiled kernel takes longer than many kernels; all that it looks at is
+in the layout of the call's tensors and in what the caller names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from .launch_plan import MAX_PLANS
+from .tuning import LaunchSettings
+
+_COMPILED: dict[Hashable, Any] = {}
+
+
+def run_kernel(
+    kernel: Any,
+    programs: int,
+    arguments: tuple[Any, ...],
+    constants: Mapping[str, Any],
+    settings: LaunchSettings | None = None,
+    *,
+    layout: int,
+    numbers: tuple[Any, ...],
+) -> None:
+    """Launch on the current device.
+
+    Args:
+        kernel: Triton's.
+        programs: of the launch; nothing is launched for none.
+        arguments: those that are no constants, in the kernel's order. Tensors among them that do
+            not belong to `layout` are allocated for the call, contiguous and aligned.
+        constants: compile-time arguments by name.
+        settings: of the launch.
+        layout: see `known_layouts.layout_number`.
+        numbers: every integer of `arguments` that the layout does not imply, and which of the
+            optional arguments are there.
+    """
+    if not programs:
+        return
+    options = {} if settings is None else settings.options()
+    key = (kernel, layout, numbers, *constants.values(), *options.values())
+    compiled = _COMPILED.get(key)
+    if compiled is not None:
+        names = kernel.arg_names[len(arguments) :]
+        compiled[programs, 1, 1](*arguments, *[constants[name] for name in names])
+        return
+    if len(_COMPILED) >= MAX_PLANS:
+        _COMPILED.clear()
+    _COMPILED[key] = kernel[(programs,)](*arguments, **constants, **options)
