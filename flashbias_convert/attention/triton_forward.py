@@ -16,6 +16,9 @@ from . import packing
 from .triton_lookup import look_up
 
 LOG2E = tl.constexpr(1.4426950408889634)
+#: what fp32 cuts off of it
+LOG2E_REST = tl.constexpr(1.92596298909109e-8)
+LN2 = tl.constexpr(0.6931471805599453)
 SMALLEST_SCALE = tl.constexpr(packing.SMALLEST_SCALE)
 
 
@@ -60,6 +63,15 @@ def _weights(x, level, to_exp2, TRAINING: tl.constexpr):
     else:
         # one fused multiply-add each: only the difference is rounded
         return tl.exp2(x * to_exp2 - level * to_exp2)
+
+
+@triton.jit
+def _careful_exp(x):
+    """exp of fp32 to little more than a rounding: what `x` loses on its way to base 2 is put back."""
+    y = x * LOG2E
+    lost = tl.fma(x, LOG2E, -y) + x * LOG2E_REST
+    lost = tl.where(tl.abs(y) < 256.0, lost, 0.0)  # infinities
+    return tl.exp2(y) * (1.0 + lost * LN2)
 
 
 @triton.jit(do_not_specialize=["query_start", "parts"])
@@ -454,7 +466,10 @@ def attention_kernel(
                 mask=in_rows[:, None] & (offs_dv[None, :] < DV),
                 other=0.0,
             )  # (BM, BLOCK_DV)
-            acc = acc / (1.0 + tl.exp(-gate.to(tl.float32)))
+            if NATURAL:
+                acc = tl.div_rn(acc, 1.0 + _careful_exp(-gate.to(tl.float32)))
+            else:
+                acc = acc / (1.0 + tl.exp(-gate.to(tl.float32)))
         o_ptr = _at(o_ptr, o_strides, b0, b1, b2) + h.to(tl.int64) * o_strides[3]
         tl.store(
             o_ptr + safe_m[:, None] * o_strides[4] + offs_dv[None, :] * o_strides[5],

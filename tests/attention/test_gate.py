@@ -48,6 +48,16 @@ def test_layouts_and_extremes(kernel: str, device: torch.device) -> None:
     assert_parity(out, plain * gate.sigmoid(), truth_of(x, None, gate=gate.double()))
 
 
+def test_infinite_gates_of_single_precision(kernel: str, device: torch.device) -> None:
+    """What puts lost bits back must not turn infinities into NaN."""
+    x = Inputs(device, n=20)
+    gate = x.normal(*x.q.shape)
+    gate[..., 0], gate[..., 1] = float("-inf"), float("inf")
+    out = flashbias_attention(x.q, x.k, x.v, gate=gate, backend=kernel)
+    plain = flashbias_attention(x.q, x.k, x.v, backend=kernel)
+    assert (out[..., 0] == 0).all() and torch.equal(out[..., 1], plain[..., 1])
+
+
 def test_gradients(backend: str, device: torch.device) -> None:
     """Those of the gate and those behind it are the eager ones."""
     found = []

@@ -125,8 +125,8 @@ VARIANTS = {
     "fp16-largest-head": Variant(
         FP16, 113, 256, lambda x: [x.low_rank(56), x.dense()], {}, ("causal",)
     ),
-    "fp32-rank2-key_bias": Variant(
-        FP32, 113, 30, lambda x: [x.low_rank(2), x.key_bias()], {}, ("causal",)
+    "fp32-rank2-key_bias-gated": Variant(
+        FP32, 113, 30, lambda x: [x.low_rank(2), x.key_bias()], {}, ("causal", "gated")
     ),
     "fp32-relative_table-rows": Variant(
         FP32, 197, 8, lambda x: [x.rows(x.table())], {}, ("cosine", "masked")
