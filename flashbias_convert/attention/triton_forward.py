@@ -67,7 +67,7 @@ def _weights(x, level, to_exp2, TRAINING: tl.constexpr):
 
 @triton.jit
 def _careful_exp(x):
-    """exp of fp32 to little more than a rounding: what `x` loses on its way to base 2 is put back."""
+    """exp in fp32, to little more than a rounding: what base 2 cuts off of `x` is put back."""
     y = x * LOG2E
     lost = tl.fma(x, LOG2E, -y) + x * LOG2E_REST
     lost = tl.where(tl.abs(y) < 256.0, lost, 0.0)  # infinities
