@@ -25,7 +25,7 @@ from .backward_launch import (
 from .backward_rows import OF_KEYS, OF_QUERIES
 from .strides import padded
 
-#: Gradients that this walk writes by key and the host sums, by their names in `AllGradients`.
+#: Gradients that this walk writes by key and the host sums, by their names in `KeyGradients`.
 BY_KEY = {"phi_k": "phi_k", "key_bias": "key_bias", "scale": "scale", "alibi_rows": "slopes"}
 
 
@@ -44,7 +44,8 @@ def is_served(call: GroupCall, wanted: Collection[str]) -> bool:
 
 def all_gradients(call: GroupCall, wanted: Collection[str]) -> dict[str, Tensor]:
     """Write dq, dk and dv as far as they are there; return fp32 gradients of `wanted` but pairs."""
-    from .triton_atomic import AllGradients, all_gradients_kernel
+    from .triton_atomic import all_gradients_kernel
+    from .triton_keys import KeyGradients
 
     n, m, d, _ = call.sizes()
     sums, device = {}, call.tensors["q"].device
@@ -61,7 +62,7 @@ def all_gradients(call: GroupCall, wanted: Collection[str]) -> dict[str, Tensor]
     shares = share(call, programs, [x for x in by_key if x != "scale"], not by_key)
     buffers = {name: _buffer(call, name, shares) for name in by_key}
     walks = {n: shares.walks[n] for n in ("dk", "dv", *sums) if n in shares.walks}
-    out = AllGradients(**walks, **{BY_KEY[name]: buffers[name] for name in by_key})
+    out = KeyGradients(**walks, **{BY_KEY[name]: buffers[name] for name in by_key})
     whole = {"ALIGNED_SUMS": "q_sums" in sums and aligned(sums["q_sums"])}
     run_kernel(
         all_gradients_kernel, programs * shares.slots, kernel_arguments(call, shares, out),

@@ -8,56 +8,11 @@ keys add, in fp32 and in whatever order they come. The same call gives other las
 # mypy: ignore-errors
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
-from .triton_terms import add_terms, alibi_tile
-from .triton_tiles import (
-    batch_entry,
-    cells,
-    first_key,
-    head,
-    hide,
-    parts_of_scale,
-    row_sums,
-    rows_of,
-    scores,
-    store_columns,
-    store_rows,
-    store_shared,
-    through_length,
-    weights,
-)
-
-
-class AllGradients(NamedTuple):
-    """Where `all_gradients_kernel` writes; None for what is not wanted.
-
-    `q_sums` and `phi_q_sums` are walks through fp32 zeros that are added to, by head of the group;
-    batch entries and heads that share a place are summed. dk and dv have the heads of q. The rest
-    is (slots, G, M), and then columns: of each key, or sums for each key of what all keys share.
-    """
-
-    q_sums: Any = None
-    phi_q_sums: Any = None
-    dk: Any = None
-    dv: Any = None
-    phi_k: Any = None
-    key_bias: Any = None
-    scale: Any = None
-    slopes: Any = None
-
-
-@triton.jit
-def add_rows(
-    walk, b, h, rows, inside, x,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Add to what `rows_of` would read, beside other programs that do."""
-    mask = inside[:, None] & (tl.arange(0, BLOCK) < SIZE)[None, :]
-    tl.atomic_add(cells(walk, b, h, rows, BLOCK, ALIGNED), x, mask=mask, sem="relaxed")
+from .triton_keys import walk_keys
+from .triton_tiles import batch_entry, parts_of_scale, rows_of, store_rows, through_length
 
 
 @triton.jit(do_not_specialize=["query_start"])
@@ -68,103 +23,12 @@ def all_gradients_kernel(
     CAUSAL: tl.constexpr, COSINE: tl.constexpr, SYMMETRIC: tl.constexpr, NATURAL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """All gradients but those of pairs and of row scales; see `triton_keys` for the walk."""
-    blocks = tl.cdiv(M, BN)
-    pid = tl.program_id(0)
-    first = pid % blocks * BN
-    g = (pid // blocks) % G
-    slot = pid // blocks // G
-    kept = slot % entries.kept
-    h = g
-    if t.heads is not None:
-        h = tl.load(t.heads + g)
-    h_kv = h // kv_group
-    scale, size = parts_of_scale(c, scale, h)
-    GRAD: tl.constexpr = c.do.ptr.dtype.element_ty
-
-    keys = first + tl.arange(0, BN)
-    in_keys = keys < M
-    safe_keys = tl.minimum(keys, M - 1).to(tl.int64)
-    j = safe_keys[:, None]
-
-    d_phi = tl.zeros([BN, COLUMNS if COLUMNS > 0 else 16], tl.float32)
-    d_bias = tl.zeros([BN], tl.float32)
-    d_scale = tl.zeros([BN], tl.float32)
-    d_slope = tl.zeros([BN], tl.float32)
-
-    lower = slot // entries.kept * entries.per_split
-    for e in tl.range(lower, tl.minimum(lower + entries.per_split, entries.looped)):
-        b = batch_entry(entries, kept, e)
-        start = first_key(c, b, query_start)
-        k = rows_of(c.k, b, h_kv, safe_keys, in_keys, D, BLOCK_D, ALIGNED)
-        v = rows_of(c.v, b, h_kv, safe_keys, in_keys, DV, BLOCK_DV, ALIGNED)
-        phi_k = 0.0
-        if COLUMNS > 0:
-            phi_k = rows_of(t.phi_k, b, g, safe_keys, in_keys, COLUMNS, COLUMNS)
-        d_k = tl.zeros([BN, BLOCK_D], tl.float32)
-        d_v = tl.zeros([BN, BLOCK_DV], tl.float32)
-        begin = 0
-        if CAUSAL:  # earlier queries see none of these keys
-            begin = tl.maximum(first - start, 0) // BM * BM
-        for s in tl.range(begin, N, BM):
-            rows = s + tl.arange(0, BM)
-            inside = rows < N
-            safe_rows = tl.minimum(rows, N - 1).to(tl.int64)
-            i = safe_rows[None, :]
-            q = rows_of(c.q, b, h, safe_rows, inside, D, BLOCK_D, ALIGNED)
-            do = rows_of(c.do, b, h, safe_rows, inside, DV, BLOCK_DV, ALIGNED)
-            level, share, delta = row_sums(c, b, h, safe_rows, inside)
-            qk = tl.dot(k, tl.trans(q), input_precision="ieee")
-            phi_q = 0.0
-            if COLUMNS > 0:
-                phi_q = rows_of(t.phi_q, b, g, safe_rows, inside, COLUMNS, COLUMNS)
-            x = scores(qk, phi_k, phi_q, scale, size, COLUMNS, NATURAL)
-            x = add_terms(x, t, b, g, i, j, start, region_value, SYMMETRIC)
-            x = hide(x, c, b, rows[None, :], keys[:, None], j, start, M, CAUSAL)
-            p = weights(x, level[None, :], share[None, :])
-            d_v = tl.dot(p.to(GRAD), do, d_v, input_precision="ieee")
-            dp = tl.dot(v, tl.trans(do), input_precision="ieee")
-            ds = p * (dp - delta[None, :])
-            short = ds.to(GRAD)
-            d_k = tl.dot(short, q.to(GRAD), d_k, input_precision="ieee")
-            if out.phi_k is not None:
-                d_phi = tl.dot(short, phi_q.to(GRAD), d_phi, input_precision="ieee")
-            upright = tl.trans(short)
-            if out.q_sums is not None:
-                d_q = tl.dot(upright, k.to(GRAD), input_precision="ieee")
-                add_rows(out.q_sums, b, g, safe_rows, inside, d_q, D, BLOCK_D, ALIGNED_SUMS)
-            if out.phi_q_sums is not None:
-                d_rows = tl.dot(upright, phi_k.to(GRAD), input_precision="ieee")
-                add_rows(out.phi_q_sums, b, g, safe_rows, inside, d_rows, COLUMNS, COLUMNS, True)
-            if out.scale is not None:
-                d_scale += tl.sum(ds * qk, 1)
-            if out.slopes is not None:
-                d_slope += tl.sum(ds * alibi_tile(t, b, g, i, j, start, SYMMETRIC), 1)
-            if out.key_bias is not None:
-                if t.key_bias_rows is not None:
-                    where = i * t.key_bias_rows.strides[4]
-                    ds = ds * tl.load(head(t.key_bias_rows, b, g) + where)
-                d_bias += tl.sum(ds, 1)
-
-        if out.dk is not None:
-            d_k = d_k * scale
-            if COSINE:
-                raw = rows_of(c.raw_k, b, h_kv, safe_keys, in_keys, D, BLOCK_D, ALIGNED)
-                d_k = through_length(d_k, raw)
-            store_rows(out.dk, b, h, safe_keys, in_keys, d_k, D, BLOCK_D, ALIGNED)
-        if out.dv is not None:
-            store_rows(out.dv, b, h, safe_keys, in_keys, d_v, DV, BLOCK_DV, ALIGNED)
-
-    if out.phi_k is not None:
-        # in half precision the factors of q are divided by the size of the scale
-        d_phi = d_phi if NATURAL else d_phi * size
-        store_columns(out.phi_k, slot, G, g, M, safe_keys, in_keys, d_phi, COLUMNS, COLUMNS)
-    if out.key_bias is not None:
-        store_shared(out.key_bias, slot, G, g, M, safe_keys, in_keys, d_bias)
-    if out.scale is not None:
-        store_shared(out.scale, slot, G, g, M, safe_keys, in_keys, d_scale)
-    if out.slopes is not None:
-        store_shared(out.slopes, slot, G, g, M, safe_keys, in_keys, d_slope)
+    """All gradients but those of pairs and of row scales."""
+    walk_keys(
+        c, t, out, entries, scale, query_start, region_value, G, kv_group, N, M,
+        D, DV, BLOCK_D, BLOCK_DV, COLUMNS, ALIGNED, ALIGNED_SUMS,
+        CAUSAL, COSINE, SYMMETRIC, NATURAL, BM, BN,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -1,4 +1,7 @@
-"""The Triton kernel for gradients of what belongs to keys; see `triton_backward`."""
+"""The Triton kernel for gradients of what belongs to keys, and the walk that it makes.
+
+The kernel that adds gradients of queries with atomics makes the same one; see `triton_atomic`.
+"""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -8,8 +11,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .triton_terms import add_terms
+from .triton_terms import add_terms, alibi_tile
 from .triton_tiles import (
+    add_rows,
     batch_entry,
     first_key,
     head,
@@ -27,26 +31,35 @@ from .triton_tiles import (
 
 
 class KeyGradients(NamedTuple):
-    """Where `key_gradients_kernel` writes; dk and dv have the heads of q. See `QueryGradients`."""
+    """Where `walk_keys` writes; None for what is not wanted.
+
+    dk and dv have the heads of q. phi_k, key_bias, scale and slopes are (slots, G, M), and then
+    columns: of each key, or sums for each key of what all keys share. `q_sums` and `phi_q_sums` are
+    walks through fp32 zeros that are added to with atomics, by head of the group; batch entries and
+    heads that share a place are summed.
+    """
 
     dk: Any = None
     dv: Any = None
     phi_k: Any = None
     key_bias: Any = None
+    scale: Any = None
+    slopes: Any = None
+    q_sums: Any = None
+    phi_q_sums: Any = None
 
 
-@triton.jit(do_not_specialize=["query_start"])
-def key_gradients_kernel(
+@triton.jit
+def walk_keys(
     c, t, out, entries, scale, query_start, region_value, G, kv_group, N, M,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
+    COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, ALIGNED_SUMS: tl.constexpr,
     CAUSAL: tl.constexpr, COSINE: tl.constexpr, SYMMETRIC: tl.constexpr, NATURAL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv by query head, and the gradients of what belongs to keys.
+    """A program has one block of keys and walks over queries.
 
-    A program has one block of keys. Tiles are transposed, (BN, BM), so that weights enter the
-    products as they are.
+    Tiles are transposed, (BN, BM), so that weights enter the products as they are.
     """
     blocks = tl.cdiv(M, BN)
     pid = tl.program_id(0)
@@ -68,6 +81,8 @@ def key_gradients_kernel(
 
     d_phi = tl.zeros([BN, COLUMNS if COLUMNS > 0 else 16], tl.float32)
     d_bias = tl.zeros([BN], tl.float32)
+    d_scale = tl.zeros([BN], tl.float32)
+    d_slope = tl.zeros([BN], tl.float32)
 
     lower = slot // entries.kept * entries.per_split
     for e in tl.range(lower, tl.minimum(lower + entries.per_split, entries.looped)):
@@ -91,11 +106,11 @@ def key_gradients_kernel(
             q = rows_of(c.q, b, h, safe_rows, inside, D, BLOCK_D, ALIGNED)
             do = rows_of(c.do, b, h, safe_rows, inside, DV, BLOCK_DV, ALIGNED)
             level, share, delta = row_sums(c, b, h, safe_rows, inside)
-            x = tl.dot(k, tl.trans(q), input_precision="ieee")
+            qk = tl.dot(k, tl.trans(q), input_precision="ieee")
             phi_q = 0.0
             if COLUMNS > 0:
                 phi_q = rows_of(t.phi_q, b, g, safe_rows, inside, COLUMNS, COLUMNS)
-            x = scores(x, phi_k, phi_q, scale, size, COLUMNS, NATURAL)
+            x = scores(qk, phi_k, phi_q, scale, size, COLUMNS, NATURAL)
             x = add_terms(x, t, b, g, i, j, start, region_value, SYMMETRIC)
             x = hide(x, c, b, rows[None, :], keys[:, None], j, start, M, CAUSAL)
             p = weights(x, level[None, :], share[None, :])
@@ -106,6 +121,17 @@ def key_gradients_kernel(
             d_k = tl.dot(short, q.to(GRAD), d_k, input_precision="ieee")
             if out.phi_k is not None:
                 d_phi = tl.dot(short, phi_q.to(GRAD), d_phi, input_precision="ieee")
+            upright = tl.trans(short)
+            if out.q_sums is not None:
+                d_q = tl.dot(upright, k.to(GRAD), input_precision="ieee")
+                add_rows(out.q_sums, b, g, safe_rows, inside, d_q, D, BLOCK_D, ALIGNED_SUMS)
+            if out.phi_q_sums is not None:
+                d_rows = tl.dot(upright, phi_k.to(GRAD), input_precision="ieee")
+                add_rows(out.phi_q_sums, b, g, safe_rows, inside, d_rows, COLUMNS, COLUMNS, True)
+            if out.scale is not None:
+                d_scale += tl.sum(ds * qk, 1)
+            if out.slopes is not None:
+                d_slope += tl.sum(ds * alibi_tile(t, b, g, i, j, start, SYMMETRIC), 1)
             if out.key_bias is not None:
                 if t.key_bias_rows is not None:
                     where = i * t.key_bias_rows.strides[4]
@@ -127,3 +153,23 @@ def key_gradients_kernel(
         store_columns(out.phi_k, slot, G, g, M, safe_keys, in_keys, d_phi, COLUMNS, COLUMNS)
     if out.key_bias is not None:
         store_shared(out.key_bias, slot, G, g, M, safe_keys, in_keys, d_bias)
+    if out.scale is not None:
+        store_shared(out.scale, slot, G, g, M, safe_keys, in_keys, d_scale)
+    if out.slopes is not None:
+        store_shared(out.slopes, slot, G, g, M, safe_keys, in_keys, d_slope)
+
+
+@triton.jit(do_not_specialize=["query_start"])
+def key_gradients_kernel(
+    c, t, out, entries, scale, query_start, region_value, G, kv_group, N, M,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
+    CAUSAL: tl.constexpr, COSINE: tl.constexpr, SYMMETRIC: tl.constexpr, NATURAL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """dk and dv by query head, and the gradients of what belongs to keys."""
+    walk_keys(
+        c, t, out, entries, scale, query_start, region_value, G, kv_group, N, M,
+        D, DV, BLOCK_D, BLOCK_DV, COLUMNS, ALIGNED, False,
+        CAUSAL, COSINE, SYMMETRIC, NATURAL, BM, BN,
+    )  # fmt: skip

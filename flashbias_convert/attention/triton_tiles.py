@@ -158,6 +158,16 @@ def store_rows(
 
 
 @triton.jit
+def add_rows(
+    walk, b, h, rows, inside, x,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Add to what `rows_of` would read, beside other programs that do."""
+    mask = inside[:, None] & (tl.arange(0, BLOCK) < SIZE)[None, :]
+    tl.atomic_add(cells(walk, b, h, rows, BLOCK, ALIGNED), x, mask=mask, sem="relaxed")
+
+
+@triton.jit
 def first_key(c, b, query_start):
     """The key that query 0 stands at."""
     start = query_start

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -55,6 +55,18 @@ def test_a_dense_bias_of_four_gigabytes() -> None:
     assert (out[0, -1, rows] - truth).abs().max() < 5e-3
 
 
+def assert_replays_follow(call: Callable[[], torch.Tensor], x: Inputs) -> None:
+    """A CUDA graph of a call that has run before computes the bits of calls, with new inputs."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for _ in range(3):
+        x.q.copy_(torch.randn_like(x.q))
+        graph.replay()
+        assert torch.equal(out, call())
+
+
 @pytest.mark.parametrize("name", ["low_rank", "all", "heads-differ"])
 def test_cuda_graph_replays_equal_eager(name: str) -> None:
     x = Inputs(CUDA, torch.float16, n=100, heads=3)
@@ -64,14 +76,7 @@ def test_cuda_graph_replays_equal_eager(name: str) -> None:
         return flashbias_attention(x.q, x.k, x.v, bias, backend="triton")
 
     call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-    for _ in range(3):
-        x.q.copy_(torch.randn_like(x.q))
-        graph.replay()
-        assert torch.equal(out, call())
+    assert_replays_follow(call, x)
 
 
 def test_a_shape_not_seen_before_can_be_captured() -> None:
@@ -135,14 +140,7 @@ def test_decoding_in_parts_repeats_and_replays() -> None:
 
     first = call()
     assert all(torch.equal(first, call()) for _ in range(100))
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-    for _ in range(3):
-        x.q.copy_(torch.randn_like(x.q))
-        graph.replay()
-        assert torch.equal(out, call())
+    assert_replays_follow(call, x)
 
 
 def test_parts_beyond_32_bits() -> None:
