@@ -171,9 +171,10 @@ def planned(case: str, options: argparse.Namespace, place: torch.device, rank: i
     barrier(place)
     if rank == 0:
         shutil.rmtree(paths[0])
+    model = model.to(place)
     for made in (model, split):
         patch_model(made, force_all=True)
-    model = model.to(place, dtype)
+    model = model.to(dtype)
 
     @torch.no_grad()
     def call(made: Any, kind: torch.dtype = dtype) -> Tensor:
@@ -233,9 +234,10 @@ def prepare(
     from flashbias_convert import patch_model
 
     model, x = make(name, size)
+    model, x = model.to(place), x.to(place)  # first: a card is quicker at SVDs
     method = {"method": "svd", "energy": 0.9} if name == "swin" else {"method": "auto"}
     patch_model(model, force_all=True, **method)
-    model, x = model.to(place, dtype), x.to(place)
+    model = model.to(dtype)
     x = x.to(dtype) if x.is_floating_point() else x
     wide = copy.deepcopy(model).double()
     samples = x.double().chunk(len(x)) if x.is_floating_point() else x.chunk(len(x))

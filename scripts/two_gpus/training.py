@@ -27,9 +27,9 @@ def trained(case: str, options: argparse.Namespace, place: torch.device, rank: i
     """
     way, name, dtype = case.split()
     half = getattr(torch, dtype)
-    model, x = prepared(name, options.size)
-    truth = steps(copy.deepcopy(model).to(place).double(), _cast(x, torch.float64, place), None)
-    model, x = model.to(place), _cast(x, torch.float32, place)
+    model, x = prepared(name, options.size, place)
+    truth = steps(copy.deepcopy(model).double(), _cast(x, torch.float64, place), None)
+    x = _cast(x, torch.float32, place)
     alone = copy.deepcopy(model)
     one = steps(alone, x, half)
     barrier(place)
@@ -71,7 +71,7 @@ def losses_problem(two: list[Tensor], one: list[Tensor], truth: list[Tensor], x:
     return ""
 
 
-def prepared(name: str, size: str) -> tuple[nn.Module, Tensor]:
+def prepared(name: str, size: str, place: torch.device) -> tuple[nn.Module, Tensor]:
     """A model whose terms are trained with all else, and inputs: a half of those that are served.
 
     Steps in float64 keep everything for the backward pass.
@@ -79,7 +79,7 @@ def prepared(name: str, size: str) -> tuple[nn.Module, Tensor]:
     from flashbias_convert import patch_model
 
     model, x = make(name, size)
-    x = x[: len(x) // 2]
+    model, x = model.to(place), x[: len(x) // 2]
     for module in model.modules():
         if hasattr(module, "drop_prob"):  # random depth would differ between processes
             module.drop_prob = 0.0

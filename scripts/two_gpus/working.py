@@ -29,6 +29,15 @@ def place_of(device: str, rank: int) -> torch.device:
     return torch.device(device, rank) if device == "cuda" else torch.device(device)
 
 
+def threads_of(place: torch.device) -> int:
+    """Threads of a process: with a card each has a fair share of the cores, and leaves as many.
+
+    With all cores each, the threads of one would spin against those of the other.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) // (2 * WORLD)) if place.type == "cuda" else 1
+
+
 def work(options: argparse.Namespace, run: Case) -> int:
     """Run the cases of a folder; an exception ends the process at once, and says why.
 
@@ -40,10 +49,9 @@ def work(options: argparse.Namespace, run: Case) -> int:
     try:
         cases = json.loads((folder / "cases.json").read_text())
         place = place_of(options.device, rank)
+        torch.set_num_threads(threads_of(place))
         if place.type == "cuda":
             torch.cuda.set_device(place)  # before NCCL chooses a card
-        else:
-            torch.set_num_threads(1)
         if options.kind == "pair":
             meet(options, place)
         tell(folder, rank, {"ready": True})

@@ -126,7 +126,7 @@ def test_training_on_a_half_of_the_batch_is_not_the_same(name: str) -> None:
     pytest.importorskip({"swin": "timm", "bloom": "transformers"}[name])
     import copy
 
-    model, x = training.prepared(name, "tiny")
+    model, x = training.prepared(name, "tiny", torch.device("cpu"))
     assert sum(".score_bias." in n for n in training._weights(model)) or name == "bloom"
     wide = x.double() if x.is_floating_point() else x
     truth = training.steps(copy.deepcopy(model).double(), wide, None)
