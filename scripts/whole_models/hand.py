@@ -21,6 +21,9 @@ from .case import BY_ROWS, CUDNN, FLEX, NO_BIAS, SDPA
 
 #: cells of scores in float32 at once, by rows
 _CELLS = 2**28
+#: rows of a matrix begin at multiples of so many entries: some fused kernels copy it else, in every
+#: call
+_ALIGNMENT = 16
 
 
 class HandAttention(nn.Module):
@@ -41,10 +44,11 @@ class HandAttention(nn.Module):
         self.cudnn, way = way in CUDNN, CUDNN.get(way, way)
         self.way, self.scale, self.causal = way, scale, causal
         self.windows = len(bias)
-        if way != NO_BIAS:
-            self.register_buffer("bias", bias.detach(), persistent=False)
-        self._flex = flex_on(bias.device) if way == FLEX else None
         n, m = bias.shape[-2:]
+        self.keys = m
+        if way != NO_BIAS:  # with its padding: a slice would lose that when it is cast
+            self.register_buffer("bias", with_aligned_rows(bias.detach()), persistent=False)
+        self._flex = flex_on(bias.device) if way == FLEX else None
         hide = way == FLEX and causal
         self._blocks = (
             create_block_mask(causal_mask, None, None, n, m, device=bias.device) if hide else None
@@ -61,25 +65,44 @@ class HandAttention(nn.Module):
         assert self.way == BY_ROWS
         place = torch.arange(len(q), device=q.device) % self.windows
         return attention_by_rows(
-            q, k, v, lambda h, rows: self.bias[place][:, h, rows], scale=self.scale
+            q, k, v, lambda h, rows: self._matrix()[place][:, h, rows], scale=self.scale
         )
+
+    def _matrix(self) -> Tensor:
+        """The bias without its padding: a view, whose rows are aligned."""
+        return self.bias[..., : self.keys]
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.windows == 1:
-            return sdpa(q, k, v, self.bias, self.scale, cudnn=self.cudnn)
+            return sdpa(q, k, v, self._matrix(), self.scale, cudnn=self.cudnn)
         # windows as heads: the bias is then the same for the whole batch, and nothing repeats it
         _, heads, n, d = q.shape
         q, k, v = (x.reshape(-1, self.windows * heads, n, d) for x in (q, k, v))
-        bias = self.bias.reshape(1, -1, *self.bias.shape[-2:])
+        bias = self._matrix().flatten(0, 1)[None]
         out = sdpa(q, k, v, bias, self.scale, cudnn=self.cudnn)
         return out.reshape(-1, heads, n, d)
 
     def _flexible(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert self._flex is not None
         if self.windows == 1:
-            return self._flex(q, k, v, self.bias[0], None, self._blocks, self.scale)
+            return self._flex(q, k, v, self._matrix()[0], None, self._blocks, self.scale)
         place = torch.arange(len(q), device=q.device) % self.windows
-        return self._flex(q, k, v, self.bias, place, self._blocks, self.scale)
+        return self._flex(q, k, v, self._matrix(), place, self._blocks, self.scale)
+
+
+def aligned(keys: int) -> int:
+    """Entries of a row that fused kernels can read: `keys` and some padding."""
+    return -(-keys // _ALIGNMENT) * _ALIGNMENT
+
+
+def with_aligned_rows(bias: Tensor) -> Tensor:
+    """Contiguous, rows padded with zeros to what `aligned` says; the same tensor if that is so.
+
+    A table that is looked up by heads, as (N, M, H), is no contiguous (H, N, M): fused kernels
+    refuse it, and others read it slowly.
+    """
+    missing = aligned(bias.shape[-1]) - bias.shape[-1]
+    return F.pad(bias, (0, missing)).contiguous() if missing else bias.contiguous()
 
 
 def sdpa(

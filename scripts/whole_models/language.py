@@ -34,7 +34,15 @@ from .case import (
     Case,
     converted,
 )
-from .hand import attention_by_rows, causal_mask, flex_alibi_on, flex_bare_on, flex_on, sdpa
+from .hand import (
+    aligned,
+    attention_by_rows,
+    causal_mask,
+    flex_alibi_on,
+    flex_bare_on,
+    flex_on,
+    sdpa,
+)
 
 _WAYS = (ORIGINAL, SDPA, SDPA_CUDNN, FLEX, FLEX_ALIBI, NO_BIAS, NONE_CUDNN, EXACT)
 #: a cache would need a mask
@@ -105,13 +113,14 @@ class HandAlibiModel(AlibiGPT2Model):
         if self.way == FLEX_ALIBI:
             return self.slopes, None, slots
         keys = torch.arange(m, device=device)
+        padded = torch.arange(aligned(m), device=device)
         grows = isinstance(start, int)
         if self.way == NO_BIAS:
             return (None if grows else (keys <= slots[:, None])[None, None]), None, slots
-        added = self.slopes[:, None, None] * (keys - slots[:, None])
+        added = self.slopes[:, None, None] * (padded - slots[:, None])
         if not grows:
-            added = added.masked_fill(keys > slots[:, None], float("-inf"))
-        return added[None].to(dtype), None, slots
+            added = added.masked_fill(padded > slots[:, None], float("-inf"))
+        return added[None].to(dtype)[..., :m], None, slots
 
     def know(self, n: int, dtype: torch.dtype) -> None:
         """Prepare for prompts of n tokens."""
@@ -119,7 +128,8 @@ class HandAlibiModel(AlibiGPT2Model):
         bias: Tensor | None = None
         blocks = None
         if self.way in (SDPA, FLEX):
-            bias = self.slopes.new_empty(1, len(self.slopes), n, n, dtype=dtype)
+            rows = self.slopes.new_zeros(1, len(self.slopes), n, aligned(n), dtype=dtype)
+            bias = rows[..., :n]
             keys = torch.arange(n, device=device)
             distance = keys - keys[:, None]
             hidden = distance > 0

@@ -61,9 +61,10 @@ def formula(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tens
 
 @pytest.mark.parametrize("way", [SDPA, SDPA_CUDNN, FLEX, BY_ROWS])
 @pytest.mark.parametrize("windows", [1, 3])
-def test_windows_by_hand_take_their_own_bias(way: str, windows: int) -> None:
-    bias = torch.randn(windows, 2, 16, 16)
-    q, k, v = torch.randn(3, 6, 2, 16, 16).unbind(0)
+@pytest.mark.parametrize("n", [16, 9])
+def test_windows_by_hand_take_their_own_bias(way: str, windows: int, n: int) -> None:
+    bias = torch.randn(windows, n, n, 2).movedim(-1, 1)
+    q, k, v = torch.randn(3, 6, 2, n, 16).unbind(0)
     out = HandAttention(way, bias, 0.3)(q, k, v)
     exact = formula(*(x.double() for x in (q, k, v, bias)), 0.3)
     assert_parity(out, formula(q, k, v, bias, 0.3), exact)
@@ -105,6 +106,38 @@ def test_what_is_written_by_hand_computes_what_the_original_does(case: Case) -> 
         assert_parity(output(way, torch.float32), original, truth)
     other = (output(NO_BIAS, torch.float32) - original).abs().max()
     assert other > 100 * (original.double() - truth).abs().max()
+
+
+READ_BY_KERNELS = [
+    (key, way)
+    for key, case in bench_models.all_cases(True).items()
+    for way in (SDPA, SDPA_CUDNN, FLEX)
+    if way in case.ways
+]
+
+
+@pytest.mark.parametrize(("key", "way"), READ_BY_KERNELS)
+def test_matrices_are_laid_out_as_fused_kernels_want_them(
+    key: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Tensor] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *_: Any, **__: Any) -> Tensor:
+        seen.append(bias)
+        return torch.zeros_like(v[..., : q.shape[-2], :])
+
+    monkeypatch.setattr(hand.peers, "_flex", attend)
+    monkeypatch.setattr(hand.F, "scaled_dot_product_attention", attend)
+    ready = bench_models.all_cases(True)[key].prepare(way, CPU, torch.bfloat16)
+    with torch.no_grad():
+        ready.model(*ready.args, **ready.kwargs)
+    assert seen
+    for bias in seen:
+        assert bias.stride(-1) == 1
+        # where there is one of something, its stride says nothing
+        others = zip(bias.stride()[:-1], bias.shape[:-1], strict=True)
+        assert all(stride % 16 == 0 for stride, n in others if n > 1)
+        assert bias.dtype == torch.bfloat16 and bias.data_ptr() % 16 == 0
 
 
 class Slow(nn.Module):
@@ -341,10 +374,11 @@ def test_bytes_of_biases() -> None:
     def of(way: str) -> int:
         return measuring.bias_bytes(case.prepare(way, CPU, torch.bfloat16).model)
 
-    assert of("original") == of("sdpa") == 2 * 2 * 20 * 20
+    assert of("original") == 2 * 2 * 20 * 20
+    assert of("sdpa") == 2 * 2 * 20 * 32  # rows are padded
     assert of("none") == 0 < of("exact")
     case = language.cases(True)["gpt2-prefill-2k"]
-    assert of("sdpa") == 2 * 4 * 20 * 20
+    assert of("sdpa") == 2 * 4 * 20 * 32
 
 
 def run(tmp_path: Path, *arguments: str) -> list[dict[str, str]]:
