@@ -49,7 +49,7 @@ def _timm(s: Sizes) -> Parts:
     relpos = {k: v for k, v in beit.items() if k != "img_size" or s.tiny}
     return {
         "timm_swinv2, tiny, 8 layers": (
-            s.batch, 256, of_timm("swinv2_tiny_window16_256", **swin), of_size(256),
+            s.many, 256, of_timm("swinv2_tiny_window16_256", **swin), of_size(256),
         ),
         "timm_swin, base 384, 8 layers": (
             s.batch, 144, of_timm("swin_base_patch4_window12_384", **swin), of_size(384),
@@ -58,15 +58,15 @@ def _timm(s: Sizes) -> Parts:
             s.batch, 577, of_timm("beit_base_patch16_384", **beit), of_size(384),
         ),
         f"timm_rel_pos, ViT medium, {s.layers} layers": (
-            s.batch, 196, of_timm("vit_relpos_medium_patch16_224", **relpos), images(size),
+            s.many, 196, of_timm("vit_relpos_medium_patch16_224", **relpos), images(size),
         ),
         "timm_tiny_vit, 21M 384": (
             s.batch, 576, of_timm("tiny_vit_21m_384", **tiny_vit), images(64 if s.tiny else 384),
         ),
         f"timm_sam, base 512, {s.layers} layers": (
-            max(1, s.batch // 4), 1024, of_timm("samvit_base_patch16", **sam), of_size(512),
+            s.few, 1024, of_timm("samvit_base_patch16", **sam), of_size(512),
         ),
-        "timm_mvitv2, tiny": (s.batch, 3136, of_timm("mvitv2_tiny", **mvit), images(pooled)),
+        "timm_mvitv2, tiny": (s.many, 3136, of_timm("mvitv2_tiny", **mvit), images(pooled)),
     }  # fmt: skip
 
 
@@ -84,40 +84,40 @@ def _vision(s: Sizes) -> Parts:
     vitdet = {**s.bert(), "image_size": sam_size, "window_size": 2 if s.tiny else 14,
               "window_block_indices": [1], "use_relative_position_embeddings": True}  # fmt: skip
     vitdet.pop("intermediate_size")
-    few = max(1, s.batch // 4)
     return {
         "torchvision_swin, tiny, 8 layers": (
-            s.batch, window**2, of_torchvision(window, heads, dim), images(s.image),
+            s.many, window**2, of_torchvision(window, heads, dim), images(s.image),
         ),
         "transformers_swin, tiny, 8 layers": (
-            s.batch, window**2, of_transformers("SwinModel", "SwinConfig", **swin), images(s.image),
+            s.many, window**2, of_transformers("SwinModel", "SwinConfig", **swin), images(s.image),
         ),
         "transformers_swinv2, tiny, 8 layers": (
-            s.batch, 256, of_transformers("Swinv2Model", "Swinv2Config", **swin2),
+            s.many, 256, of_transformers("Swinv2Model", "Swinv2Config", **swin2),
             images(32 if s.tiny else 256),
         ),
         "transformers_donut_swin, tiny, 8 layers": (
-            s.batch, window**2, of_transformers("DonutSwinModel", "DonutSwinConfig", **swin),
+            s.many, window**2, of_transformers("DonutSwinModel", "DonutSwinConfig", **swin),
             images(s.image),
         ),
         f"transformers_beit, base, {s.layers} layers": (
-            s.batch, 197,
+            s.many, 197,
             of_transformers("BeitModel", "BeitConfig", **s.bert(), image_size=s.image,
                             use_relative_position_bias=True),
             images(s.image),
         ),
         f"transformers_sam, base 512, {s.layers} layers": (
-            few, 1024, of_transformers("SamVisionModel", "SamVisionConfig", **sam),
+            s.batch, 1024, of_transformers("SamVisionModel", "SamVisionConfig", **sam),
             images(sam_size),
         ),
         f"transformers_vitdet, base 512, {s.layers} layers": (
-            few, 1024, of_transformers("VitDetModel", "VitDetConfig", **vitdet), images(sam_size),
+            s.batch, 1024, of_transformers("VitDetModel", "VitDetConfig", **vitdet),
+            images(sam_size),
         ),
     }  # fmt: skip
 
 
 def _language(s: Sizes) -> Parts:
-    few, n, words = max(1, s.batch // 4), s.text, s.vocabulary
+    few, n, words = s.few, s.text, s.vocabulary
     ids = tokens(n, words, use_cache=False)
     wide, heads = (32, 2) if s.tiny else (2048, 16)
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": words}

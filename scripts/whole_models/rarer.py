@@ -35,17 +35,17 @@ def _vision(s: Sizes) -> Parts:
     beit = {**s.bert(), "image_size": s.image, "use_relative_position_bias": True}
     return {
         "timm_gcvit, as base, 8 layers": (
-            s.batch, 196, lambda: GlobalContextVit(**gcvit), images(s.image),
+            s.many, 196, lambda: GlobalContextVit(**gcvit), images(s.image),
         ),
         "timm_swinv2_cr, base, 8 layers": (
-            s.batch, 49, of_timm("swinv2_cr_base_224", **cr), images(s.image),
+            s.many, 49, of_timm("swinv2_cr_base_224", **cr), images(s.image),
         ),
         "torchvision_maxvit, tiny": (s.batch, 49, _maxvit(s.tiny), images(s.image)),
         "torchvision_mvit, small, 16 frames": (
             max(1, s.batch // 8), 25089, _mvit(s.tiny), normal(video),
         ),
         f"transformers_data2vec_vision, base, {s.layers} layers": (
-            s.batch, 197,
+            s.many, 197,
             of_transformers("Data2VecVisionModel", "Data2VecVisionConfig", **beit),
             images(s.image),
         ),
@@ -74,7 +74,7 @@ def _mvit(tiny: bool) -> Callable[[], nn.Module]:
 
 
 def _language(s: Sizes) -> Parts:
-    few, n, words = max(1, s.batch // 4), s.text, s.vocabulary
+    few, n, words = s.few, s.text, s.vocabulary
     t5 = {"vocab_size": words, "d_model": s.dim, "d_kv": s.dim // s.heads, "d_ff": 4 * s.dim,
           "num_layers": s.layers, "num_heads": s.heads, "decoder_start_token_id": 0}  # fmt: skip
     long = {**t5, "encoder_attention_type": "transient-global"}
@@ -100,7 +100,7 @@ def _language(s: Sizes) -> Parts:
             pairs(n, words),
         ),
         f"transformers_udop, {layers}": (
-            few, n // 2,
+            s.batch, n // 2,
             of_transformers("UdopForConditionalGeneration", "UdopConfig", **t5),
             page_pairs(n // 2, words),
         ),
@@ -128,7 +128,11 @@ class First(nn.Module):
 
 
 def _pairs(s: Sizes) -> Parts:
-    """Half of the residues of a usual crop where there is a block: its pairs fill the memory."""
+    """Half of the residues of a usual crop where there is a block: its pairs fill the memory.
+
+    For that reason it has a batch of its own, too.
+    """
+    blocks = 1 if s.tiny else 4
     sequence, pair, head, n = (32, 16, 8, 12) if s.tiny else (1024, 128, 32, 256)
 
     def block() -> nn.Module:
@@ -155,13 +159,13 @@ def _pairs(s: Sizes) -> Parts:
     heads = sequence // head
     return {
         f"transformers_esmfold_triangle, a block, {n} residues": (
-            1, n, block, normal((n, sequence), (n, n, pair)),
+            blocks, n, block, normal((n, sequence), (n, n, pair)),
         ),
         f"transformers_esmfold_sequence, one attention, {2 * n} residues": (
-            1, 2 * n, attention, normal((2 * n, sequence), bias=(2 * n, 2 * n, heads)),
+            s.few, 2 * n, attention, normal((2 * n, sequence), bias=(2 * n, 2 * n, heads)),
         ),
         f"transformers_esmfold2, one attention of its diffusion, {2 * n} tokens": (
-            max(1, s.batch // 8), 2 * n, diffusion, normal((2 * n, dim), (width, 2 * n, 2 * n)),
+            s.batch, 2 * n, diffusion, normal((2 * n, dim), (width, 2 * n, 2 * n)),
         ),
     }  # fmt: skip
 
@@ -172,10 +176,9 @@ def of_this_package(s: Sizes) -> dict[str, Case]:
     grid: dict[str, Any] = {"grid": (181, 360)}
     if s.tiny:
         grid = {"levels": 3, "grid": (24, 48), "dims": (24, 48, 48, 24), "heads": (2, 4, 4, 2)}
-    few = max(1, s.batch // 4)
     found = {
         f"alibi_gpt2, 2048 wide, {s.layers} layers": language.prefill(
-            "", language.gpt2(*sizes), few, s.text
+            "", language.gpt2(*sizes), s.few, s.text
         ),
         "pangu, 181 x 360": weather.pangu("", depths=(2, 2, 2, 2), **grid),
     }
