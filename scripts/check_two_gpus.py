@@ -18,7 +18,7 @@ beside them.
 
 Two processes run one case after the other. A case that fails, or takes longer than --limit-s, ends
 these two, and others go on with the next one. After --stop-s what is left is told as skipped. Rows
-are written one by one to `scripts/results/check_two_gpus.csv`.
+are written one by one to `scripts/results/check_two_gpus.csv`; --resume keeps those that passed.
 """
 
 from __future__ import annotations
@@ -63,11 +63,13 @@ def main() -> int:
         print(f"{torch.cuda.device_count()} CUDA cards, {needed} are needed", file=sys.stderr)
         return 1
     started = time.monotonic()
-    rows: list[dict[str, Any]] = []
+    rows = passed_before(options.output) if options.resume else []
+    done = {case_of(row) for row in rows}
     options.output.parent.mkdir(parents=True, exist_ok=True)
     with options.output.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
+        writer.writerows(rows)
 
         def emit(case: str, found: dict[str, Any]) -> None:
             rows.append(described(case, options) | found)
@@ -76,10 +78,24 @@ def main() -> int:
             print({k: v for k, v in rows[-1].items() if v != ""}, flush=True)
 
         for kind, count in (("pair", WORLD), ("alone", 1)):
-            run_all(kind, count, cases(options)[kind], options, started + options.stop_s, emit)
-    bad = [f"{r['way']} {r['model']} {r['dtype']}" for r in rows if r["status"] != "passed"]
+            todo = [case for case in cases(options)[kind] if case not in done]
+            run_all(kind, count, todo, options, started + options.stop_s, emit)
+    bad = [case_of(r) for r in rows if r["status"] != "passed"]
     print(f"{len(rows) - len(bad)} of {len(rows)} cases passed", *bad, sep="\n  ")
     return int(bool([r for r in rows if r["status"] == "failed"]) or not rows)
+
+
+def passed_before(file: Path) -> list[dict[str, Any]]:
+    """Rows of an earlier run that passed."""
+    if not file.exists():
+        return []
+    with file.open(newline="") as opened:
+        return [row for row in csv.DictReader(opened) if row["status"] == "passed"]
+
+
+def case_of(row: dict[str, Any]) -> str:
+    """The words of a case."""
+    return f"{row['way']} {row['model']} {row['dtype']}"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -95,6 +111,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--limit-s", type=float, default=75, help="of a case")
     found.add_argument("--stop-s", type=float, default=280, help="of everything")
     found.add_argument("--only", default="*", help="cases, such as 'ddp bloom *'")
+    found.add_argument("--resume", action="store_true", help="keep the rows that passed")
     found.add_argument("--output", type=Path, default=RESULTS)
     for hidden in ("--kind", "--folder"):
         found.add_argument(hidden, help=argparse.SUPPRESS)

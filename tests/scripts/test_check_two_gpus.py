@@ -110,6 +110,16 @@ def test_two_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert row["status"] == "passed" and row["same_bits"] == "True"
     assert float(row["seconds_one"]) > 0 < float(row["seconds_two"])
 
+    # what passed is not run again, what did not is
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--resume", "--stop-s", "0"])
+    assert script.main() == 0
+    with output.open(newline="") as file:
+        assert list(csv.DictReader(file)) == [row]
+    output.write_text(output.read_text().replace(",passed,", ",failed,"))
+    script.main()
+    with output.open(newline="") as file:
+        assert [row["status"] for row in csv.DictReader(file)] == ["skipped"]
+
 
 def test_other_bits_fail() -> None:
     x = torch.ones(2)
