@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .descriptors import TileDescriptor, dense_tiles
 from .launch_plan import MAX_PLANS, LaunchPlan, layout_of
 from .local_settings import settings_for
 from .packing import SMALLEST_SCALE, GroupSpec
@@ -180,6 +181,7 @@ def make_plan(
     values |= {
         "scale": None,
         "query_start": None,
+        "dense_desc": None,
         "parts_ptr": None,
         "parts": None if parts == 1 else parts,
         "region_value": spec.region_value,
@@ -208,6 +210,9 @@ def make_plan(
         "BM": settings.block_m,
         "BN": settings.block_n,
     }
+    tiles: TileDescriptor | None = None
+    if "dense" in tensors and n > MOST_QUERIES:
+        tiles = dense_tiles(tensors["dense"], settings.block_m, settings.block_n)
     kernel = _kernel()
     plan = LaunchPlan(
         kernel,
@@ -217,6 +222,7 @@ def make_plan(
         grid=programs * parts,
         options=settings.options(),
         whole_rows=("ALIGNED_ROWS", ("k_ptr", "v_ptr")),
+        tiles=None if tiles is None else ("dense_desc", "dense_ptr", tiles),
     )
     if parts == 1:
         return plan

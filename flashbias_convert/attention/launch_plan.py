@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .descriptors import TileDescriptor
 from .strides import VECTOR_BYTES
 
 #: How many plans to keep of a kind; a model has a few dozen.
@@ -29,6 +30,8 @@ class LaunchPlan:
         grid: number of programs.
         options: of the launch.
         whole_rows: (flag, tensors): the kernel may be told `flag` only where these are aligned.
+        tiles: (argument, tensor, what describes it): the argument that describes this tensor to
+            the card, which is None where the tensor is not aligned.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class LaunchPlan:
         grid: int,
         options: Mapping[str, Any],
         whole_rows: tuple[str, tuple[str, ...]] | None = None,
+        tiles: tuple[str, str, TileDescriptor] | None = None,
     ) -> None:
         place = {name: i for i, name in enumerate(arguments)}
         self._kernel, self._options = kernel, options
@@ -50,6 +54,7 @@ class LaunchPlan:
         self._grid = (grid, 1, 1)
         flag, rows = whole_rows or ("", ())
         self._flag, self._rows = place.get(flag), [place[name] for name in rows]
+        self._tiles = None if tiles is None else (place[tiles[0]], place[tiles[1]], tiles[2])
         #: the compiled kernel, by which tensors are aligned
         self._compiled: dict[int, Any] = {}
 
@@ -63,6 +68,9 @@ class LaunchPlan:
             aligned = 2 * aligned + (tensor.data_ptr() % VECTOR_BYTES == 0)
         for place, number in zip(self._numbers, numbers, strict=True):
             values[place] = number
+        if self._tiles is not None:
+            argument, place, descriptor = self._tiles
+            values[argument] = descriptor.of(values[place])
         with on_device(device):
             self._launch(values, aligned)
 

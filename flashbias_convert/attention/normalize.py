@@ -37,7 +37,7 @@ def normalize_rows(x: Tensor) -> Tensor:
 
 def _make_plan(x: Tensor) -> LaunchPlan | None:
     """Arguments and grid; None where the kernel cannot tell the batch dimensions apart."""
-    from .triton_forward import normalize_rows_kernel
+    from .triton_normalize import normalize_rows_kernel
 
     *batch, heads, m, d = x.shape
     sizes, (strides,) = collapse_batch(batch, [batch_strides("k", x, batch)])

@@ -20,6 +20,11 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_REST = tl.constexpr(1.92596298909109e-8)
 LN2 = tl.constexpr(0.6931471805599453)
 SMALLEST_SCALE = tl.constexpr(packing.SMALLEST_SCALE)
+#: the tiles of a row of blocks: those that the ends of the keys or causality cut, all others, and
+#: these where the mask of the keys has holes
+EDGES, INSIDE, HOLES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+#: keys of a mask that are looked at together
+MASK_BLOCK = tl.constexpr(1024)
 
 
 @triton.jit
@@ -66,6 +71,24 @@ def _weights(x, level, to_exp2, TRAINING: tl.constexpr):
 
 
 @triton.jit
+def _visible_range(mask_ptr, stride, end):
+    """The first visible key, one past the last, and whether all between them are visible.
+
+    Of the first `end` keys. Masks of padding are such ranges.
+    """
+    first, last, count = end, 0, 0
+    keys = tl.arange(0, MASK_BLOCK)
+    for s in range(0, end, MASK_BLOCK):
+        at = s + keys
+        seen = tl.load(mask_ptr + at.to(tl.int64) * stride, mask=at < end, other=0) != 0
+        first = tl.minimum(first, tl.min(tl.where(seen, at, end), 0))
+        last = tl.maximum(last, tl.max(tl.where(seen, at + 1, 0), 0))
+        count += tl.sum(seen.to(tl.int32), 0)
+    first = tl.minimum(first, last)
+    return first, last, count == last - first
+
+
+@triton.jit
 def _careful_exp(x):
     """exp in fp32, to little more than a rounding: what base 2 cuts off of `x` is put back."""
     y = x * LOG2E
@@ -88,7 +111,7 @@ def attention_kernel(
     table_ptr, table_strides, table_rows_ptr, table_rows_strides,
     codes_q_ptr, codes_k_ptr,
     ids_ptr, ids_strides, key_ids_ptr, key_ids_strides, region_rows_ptr, region_rows_strides,
-    dense_ptr, dense_strides, dense_rows_ptr, dense_rows_strides,
+    dense_ptr, dense_strides, dense_desc, dense_rows_ptr, dense_rows_strides,
     diagonal_ptr, diagonal_strides, diagonal_rows_ptr, diagonal_rows_strides,
     lookup_ptr, lookup_strides, lookup_rows_ptr, lookup_rows_strides,
     lookup_code_ptr, lookup_code_strides,
@@ -193,6 +216,7 @@ def attention_kernel(
         key_bias_ptr = _at(key_bias_ptr, key_bias_strides, b0, b1, b2) + g * key_bias_strides[3]
         if key_bias_rows_ptr is not None:
             key_bias_row = _rows(key_bias_rows_ptr, key_bias_rows_strides, b0, b1, b2, g, safe_m)
+            key_bias_row *= per_size
     if slopes_ptr is not None:
         slope = tl.load(_at(slopes_ptr, slopes_strides, b0, b1, b2) + g * slopes_strides[3])
         origin = start + first
@@ -219,6 +243,10 @@ def attention_kernel(
         if region_rows_ptr is not None:
             region_row *= _rows(region_rows_ptr, region_rows_strides, b0, b1, b2, g, safe_m)
     if dense_ptr is not None:
+        if dense_desc is not None:
+            # one matrix of the rows of all heads and batch entries
+            before = _at(g.to(tl.int64) * dense_strides[3], dense_strides, b0, b1, b2)
+            dense_first = (before // dense_strides[4]).to(tl.int32) + first
         dense_ptr = _at(dense_ptr, dense_strides, b0, b1, b2) + g.to(tl.int64) * dense_strides[3]
         dense_ptr = dense_ptr + safe_m * dense_strides[4]
         if dense_rows_ptr is not None:
@@ -253,7 +281,17 @@ def attention_kernel(
     if CAUSAL:
         end = tl.maximum(tl.minimum(M, start + first + BM), 0)
         full = tl.minimum(full, tl.maximum(start + first + 1, 0) // BN * BN)
-    begin, seen = 0, M
+    begin, left, seen = 0, 0, M
+    SCANNED: tl.constexpr = key_mask_ptr is not None and parts_ptr is None
+    if SCANNED:
+        # of padding it is enough to know where it is: hidden keys at both ends are not read, and
+        # tiles between them need no mask. One at the left that is hidden in part comes first.
+        first_seen, end, is_range = _visible_range(key_mask_ptr, key_mask_strides[3], end)
+        padded_tile = first_seen // BN * BN
+        left = tl.where(first_seen > padded_tile, BN, 0)
+        begin = padded_tile + left
+        full = tl.maximum(tl.minimum(full, end // BN * BN), begin)
+        end, seen = tl.maximum(end, begin), end - padded_tile
     if parts_ptr is not None:
         # whole blocks of the keys that are visible at all, shared out evenly; none, where blocks
         # are fewer than parts
@@ -286,7 +324,7 @@ def attention_kernel(
     # that was right shows in the sums, and a block where it was not is computed once more.
     first_key, quick_end = full, full
     if QUICK:
-        first_key = tl.where(full == end, tl.maximum(end - BN, begin), full)
+        first_key = tl.where((full == end) & (left == 0), tl.maximum(end - BN, begin), full)
         quick_end = first_key
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
@@ -294,10 +332,12 @@ def attention_kernel(
     least = tl.zeros([BM], tl.float32) + LEAST_SUM
     again = True
     while again:
-        for MASKED in tl.static_range(1, -1, -1):
-            lower = first_key if MASKED else begin
-            upper = end if MASKED else quick_end
-            if QUICK and not MASKED:
+        for PASS in tl.static_range(3 if SCANNED else 2):
+            lower = first_key - left if PASS == EDGES else begin
+            upper = end if PASS == EDGES else quick_end
+            if SCANNED and PASS != EDGES:
+                upper = tl.where(is_range == (PASS == INSIDE), quick_end, begin)
+            if QUICK and PASS == INSIDE:
                 # a level so low that usual scores would overflow is raised
                 lowest = tl.where(quick_end > begin, LOWEST_LEVEL / to_exp2, float("-inf"))
                 raised = tl.maximum(top, lowest)
@@ -311,19 +351,21 @@ def attention_kernel(
                 shrink = tl.where(top == raised, 1.0, tl.exp2((top - raised) * to_exp2))
                 total, acc, top = total * shrink, acc * shrink[:, None], raised
             for s in tl.range(lower, upper, BN):
+                if SCANNED and PASS == EDGES:
+                    s = tl.multiple_of(tl.where(s < first_key, padded_tile, s), BN)
                 # 64 bits where an offset may need them; they cost a little in every step
                 far = tl.cast(s, tl.int64) if WIDE else s
                 offs_k = s + offs_n
                 in_keys = offs_k < M
                 # vectors over keys are read at a valid key; scores of the others are masked below
-                safe_k = tl.minimum(offs_k, M - 1) if MASKED else offs_k
+                safe_k = tl.minimum(offs_k, M - 1) if PASS == EDGES else offs_k
                 safe_k = safe_k.to(tl.int64)
 
                 k = _tile(
                     k_ptrs + far * k_strides[4],
                     in_keys[None, :],
                     offs_d[:, None] < D,
-                    MASKED,
+                    PASS == EDGES,
                     D < BLOCK_D,
                 )  # (BLOCK_D, BN)
                 x = tl.dot(q, k, input_precision="ieee")
@@ -334,17 +376,17 @@ def attention_kernel(
                         phi_k_ptrs + far * phi_k_strides[4],
                         in_keys[None, :],
                         None,
-                        MASKED,
+                        PASS == EDGES,
                         False,
                     )  # (COLUMNS, BN)
                     x = tl.dot(phi_q, phi_k, x, input_precision="ieee")
 
                 if key_bias_ptr is not None:
-                    key = tl.load(key_bias_ptr + safe_k * key_bias_strides[4]) * per_size
+                    key = tl.load(key_bias_ptr + safe_k * key_bias_strides[4])
                     if key_bias_rows_ptr is not None:
-                        x += key_bias_row[:, None] * key[None, :]
+                        x = tl.fma(key_bias_row[:, None], key[None, :], x)
                     else:
-                        x += key[None, :]
+                        x = tl.fma(key[None, :], per_size, x)
                 if slopes_ptr is not None:
                     where = offs_k
                     if pos_k_ptr is not None:
@@ -358,7 +400,7 @@ def attention_kernel(
                     else:
                         # softmax ignores what is constant along a row, so only keys are counted,
                         # from the first query of the block on: near it they are few, and exact
-                        x += (slope * per_size * distance)[None, :]
+                        x = tl.fma(distance[None, :], slope * per_size, x)
                 if table_ptr is not None:
                     key_code = tl.load(codes_k_ptr + safe_k)
                     entry = look_up(table_ptr, code[:, None] + key_code[None, :])
@@ -371,13 +413,23 @@ def attention_kernel(
                     same = region[:, None] == key_region[None, :]
                     x = tl.where(same, x, x + region_row[:, None])
                 if dense_ptr is not None:
-                    cell = _tile(
-                        dense_ptrs + far * dense_strides[5], in_keys[None, :], None, MASKED, False
-                    )  # (BM, BN)
+                    row = per_size
                     if dense_rows_ptr is not None:
-                        x += cell.to(tl.float32) * (dense_row * per_size)[:, None]
+                        row = (dense_row * per_size)[:, None]
+                    if dense_desc is not None:
+                        # with an addition, which the compiler moves before the product, the tile
+                        # would not be read ahead
+                        cell = dense_desc.load([dense_first, s])  # (BM, BN)
+                        x = tl.fma(cell.to(tl.float32), row, x)
                     else:
-                        x += cell.to(tl.float32) * per_size
+                        cell = _tile(
+                            dense_ptrs + far * dense_strides[5],
+                            in_keys[None, :],
+                            None,
+                            PASS == EDGES,
+                            False,
+                        )  # (BM, BN)
+                        x += cell.to(tl.float32) * row
 
                 if diagonal_ptr is not None:
                     meets = offs_k[None, :] == own_key[:, None]
@@ -387,7 +439,7 @@ def attention_kernel(
                         lookup_code_ptrs + far * lookup_code_strides[4],
                         in_keys[None, :],
                         None,
-                        MASKED,
+                        PASS == EDGES,
                         False,
                     )  # (BM, BN)
                     x += look_up(lookup_ptr, code_tile) * lookup_row[:, None]
@@ -398,11 +450,11 @@ def attention_kernel(
                     both += tl.load(rel_w_ptr[:, None] + key_x[None, :]).to(tl.float32)
                     x += both * axial_row[:, None]
 
-                if MASKED:
+                if PASS == EDGES:
                     x = tl.where(in_keys[None, :], x, float("-inf"))
                     if CAUSAL:
                         x = tl.where(offs_k[None, :] <= start + offs_m[:, None], x, float("-inf"))
-                if key_mask_ptr is not None:
+                if key_mask_ptr is not None and (PASS != INSIDE or not SCANNED):
                     visible = tl.load(key_mask_ptr + safe_k * key_mask_strides[3])
                     x = tl.where(visible[None, :] != 0, x, float("-inf"))
 
@@ -410,7 +462,7 @@ def attention_kernel(
                     # no exponential can overflow, so there is no need to follow the largest score
                     p = tl.exp2(x * to_exp2)
                     total += tl.sum(p, 1)
-                elif MASKED or not QUICK:
+                elif PASS == EDGES or not QUICK:
                     new_top = tl.maximum(top, tl.max(x, 1))
                     # where nothing is visible yet, -inf - -inf would be NaN
                     level = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -426,7 +478,7 @@ def attention_kernel(
                     v_ptrs + far * v_strides[4],
                     in_keys[:, None],
                     offs_dv[None, :] < DV,
-                    MASKED,
+                    PASS == EDGES,
                     DV < BLOCK_DV,
                 )  # (BN, BLOCK_DV)
                 acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
@@ -490,28 +542,3 @@ def attention_kernel(
         tl.store(lse_ptr, level, mask=in_rows)
         share = tl.where(total == 0.0, 0.0, 1.0 / tl.where(total == 0.0, 1.0, total))
         tl.store(lse_ptr + lse_strides[5], share, mask=in_rows)
-
-
-@triton.jit
-def normalize_rows_kernel(
-    x_ptr, out_ptr, x_strides, batch_1, batch_2, H, M,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Rows of x (*batch, H, M, D) scaled to unit length in fp32, written contiguously."""
-    blocks = tl.cdiv(M, ROWS)
-    pid = tl.program_id(0)
-    h = (pid // blocks) % H
-    b = pid // blocks // H
-    b2 = b % batch_2
-    b1 = (b // batch_2) % batch_1
-    b0 = b // batch_2 // batch_1
-    rows = ((pid % blocks) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    columns = tl.arange(0, BLOCK_D)
-    inside = (rows < M)[:, None] & (columns < D)[None, :]
-    x_ptr = _at(x_ptr, x_strides, b0, b1, b2) + h.to(tl.int64) * x_strides[3]
-    at = rows[:, None] * x_strides[4] + columns[None, :].to(tl.int64) * x_strides[5]
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    x = x / tl.maximum(tl.sqrt(tl.sum(x * x, 1)), 1e-12)[:, None]
-    out_ptr += (b * H + h).to(tl.int64) * M * D
-    out = x.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + rows[:, None] * D + columns[None, :], out, mask=inside)

@@ -61,7 +61,8 @@ class LaunchShape:
 def launch_settings(shape: LaunchShape) -> LaunchSettings:
     """Settings for one launch, read off what `scripts/tune_attention.py` measured on an H200.
 
-    Those of short windows, of look-ups and of single queries are newer than `results/tuning.csv`.
+    Those of short windows, of look-ups, of single queries and of a dense bias for heads of 32 are
+    newer than `results/tuning.csv`.
     """
     n, columns, width = shape.n, shape.columns, max(shape.d, shape.dv)
     thin, gathers = width <= 64 and columns <= 64, {"table", "lookup"} & set(shape.terms)
@@ -105,6 +106,12 @@ def _narrow_heads(shape: LaunchShape, width: int) -> LaunchSettings:
         return LaunchSettings(128, 64, 8, 3, 128) if n >= 1024 else LaunchSettings(64, 32, 4, 3, 96)
     # twice the rows per program halve the reads of keys, unless the last block is nearly empty
     tall = width > 16 and -(-n // 128) * 128 <= 1.05 * (-(-n // 64) * 64)
+    if "dense" in shape.terms and columns == 0:
+        # tiles of the bias are read ahead of their turn: short ones until there are many
+        block_n = 64 if n >= 1024 else 32
+        return (
+            LaunchSettings(128, block_n, 4, 3, 168) if tall else LaunchSettings(64, 64, 4, 3, 128)
+        )
     if tall or ("ids" in shape.terms and columns > 0):
         return LaunchSettings(128, 64, 4, 3, 168)
     return LaunchSettings(64, 64, 4, 3, 96)

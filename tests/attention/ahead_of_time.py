@@ -31,6 +31,7 @@ from flashbias_convert.attention import (
     triton_combine,
     triton_forward,
     triton_keys,
+    triton_normalize,
     triton_pairs,
 )
 from flashbias_convert.attention.arguments import check_arguments
@@ -173,7 +174,7 @@ def _recording(with_forward: bool = True) -> Iterator[list[Compiled]]:
 
 #: Kernels besides the forward one, which a plan keeps.
 KERNELS = (
-    (triton_forward, "normalize_rows_kernel"),
+    (triton_normalize, "normalize_rows_kernel"),
     (triton_combine, "combine_parts_kernel"),
     (triton_backward, "delta_kernel"),
     (triton_backward, "query_gradients_kernel"),

@@ -216,13 +216,15 @@ def _plain(
         visible = visible & mask[..., None, None, :]
     visible = visible[..., order]
     nothing = ~visible.any(-1, keepdim=True)
+    gate = options.get("gate")
+    opened = gate.sigmoid() if isinstance(gate, Tensor) else 1
     if fused:
         hidden = dense.to(q.dtype).masked_fill(~visible, float("-inf"))
         out = torch.nn.functional.scaled_dot_product_attention(q * scale, k, v, hidden, scale=1.0)
-        return out.masked_fill(nothing, 0.0)
+        return out.masked_fill(nothing, 0.0) * opened
     scores = (q @ k.transpose(-1, -2)) * scale + dense.to(q.dtype)
     scores = scores.masked_fill(~visible, float("-inf"))
-    return scores.softmax(-1).masked_fill(nothing, 0.0) @ v
+    return (scores.softmax(-1).masked_fill(nothing, 0.0) @ v) * opened
 
 
 def views(x: Tensor) -> Sequence[Tensor]:

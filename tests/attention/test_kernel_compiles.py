@@ -185,6 +185,8 @@ COMMON = {
     "long-alibi": Variant(BF16, 1024, 64, lambda x: [x.alibi()], {}, ("causal",)),
     "long-rank16": Variant(FP16, 1024, 64, lambda x: [x.low_rank(16, split=0)]),
     "head-size-80": Variant(BF16, 1024, 80, lambda x: [x.low_rank(16, split=0)]),
+    "triangle": Variant(BF16, 768, 32, lambda x: [x.dense()], {}, ("masked", "gated")),
+    "long-triangle": Variant(BF16, 1218, 32, lambda x: [x.dense()], {}, ("masked", "gated")),
 }
 
 
@@ -193,6 +195,21 @@ COMMON = {
 def test_common_kernels_fit_registers_where_time_is_spent(name: str, tmp_path: Path) -> None:
     for compiled in COMMON[name].compile():
         assert compiled.spills_in_loops(tmp_path) == 0
+
+
+@pytest.mark.parametrize("n", [768, 1218])
+def test_tiles_of_a_dense_bias_are_read_ahead(n: int) -> None:
+    """By the card itself, into room for the steps that come; a bias that moves is read in place."""
+    variant = Variant(BF16, n, 32, lambda x: [x.dense()])
+    (compiled,) = variant.compile()
+    assert "cp.async.bulk.tensor.2d" in compiled.ptx
+    (without,) = Variant(BF16, n, 32).compile()
+    tile = 2 * compiled.constants["BM"] * compiled.constants["BN"]
+    assert compiled.shared - without.shared > 1.5 * tile
+    x = variant.inputs()
+    odd = torch.zeros(x.heads, n, n + 1, dtype=FP32)[..., 1:]  # full precision stays
+    (other,) = compile_attention(x.q.float(), x.k.float(), x.v.float(), x.bias(Dense(bias=odd)))
+    assert "cp.async.bulk.tensor" not in other.ptx
 
 
 @pytest.mark.parametrize("d", [40, 72])
