@@ -31,11 +31,15 @@ from ..terms import (
     ScoreBias,
     Term,
 )
-from .factors import SMALLEST_SCALE, balance, effective_factors, split_columns
+from .factor_columns import (
+    COLUMN_BUCKETS,
+    bucket,
+    columns_by_torch,
+    factor_columns,
+    padded_columns,
+)
+from .factors import SMALLEST_SCALE, effective_factors
 from .selection import Selection, with_selections
-
-#: Numbers of factor columns that kernels are compiled for.
-COLUMN_BUCKETS = (16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -203,13 +207,6 @@ def head_groups(bias: ScoreBias, *, half: bool) -> list[tuple[int, ...]]:
     return [tuple(heads) for heads in groups.values()]
 
 
-def bucket(columns: int) -> int:
-    """The smallest compiled number of columns that holds `columns`; 0 for none."""
-    if columns == 0:
-        return 0
-    return next(b for b in COLUMN_BUCKETS if b >= columns)
-
-
 def _different_heads(bias: ScoreBias) -> range:
     """Heads to look at: the first one where all have the same terms of the same rank."""
     alike = all(t.heads is None and getattr(t, "ranks", None) is None for t in bias.terms)
@@ -285,20 +282,16 @@ def _pack_factors(
     the scale before it takes the parts.
     """
     dtype = torch.float16 if half else torch.float32
+    size = None if scale is None else scale_size(scale)
+    if len(terms) == 1:
+        count, phi_q, phi_k = leading_columns(terms[0], half)
+        balanced = isinstance(terms[0], Selection)
+        return count, *factor_columns(phi_q, phi_k, count, dtype, size, balanced=balanced)
     split_q, split_k, plain_q, plain_k = [], [], [], []
     for term in terms:
-        rank = max(term.head_ranks())
-        phi_q, phi_k = effective_factors(term)
-        phi_q, phi_k = phi_q[..., :rank].float(), phi_k[..., :rank].float()
-        if not isinstance(term, Selection):
-            phi_q, phi_k = balance(phi_q, phi_k)
-        if scale is not None:
-            phi_q = phi_q / scale_size(scale)
-        count = min(splits(term, half), rank)
-        packed_q, packed_k = split_columns(phi_q, phi_k, count, dtype)
-        if scale is None:
-            repeated = phi_q[..., :count].repeat_interleave(3, -1)
-            packed_q = torch.cat([repeated, phi_q[..., count:]], -1)
+        count, phi_q, phi_k = leading_columns(term, half)
+        balanced = isinstance(term, Selection)
+        packed_q, packed_k = columns_by_torch(phi_q, phi_k, count, dtype, size, balanced=balanced)
         split_q.append(packed_q[..., : 3 * count])
         split_k.append(packed_k[..., : 3 * count])
         plain_q.append(packed_q[..., 3 * count :])
@@ -311,10 +304,13 @@ def _pack_factors(
     )
 
 
-def padded_columns(columns: Tensor) -> Tensor:
-    """`columns` with zero columns up to a number that kernels are compiled for."""
-    missing = bucket(columns.shape[-1]) - columns.shape[-1]
-    return torch.nn.functional.pad(columns, (0, missing)).contiguous()
+def leading_columns(term: LowRank, half: bool) -> tuple[int, Tensor, Tensor]:
+    """How many columns to split, and factors with as many columns as the largest rank."""
+    rank = max(term.head_ranks())
+    phi_q, phi_k = effective_factors(term)
+    if rank < term.max_rank:
+        phi_q, phi_k = phi_q[..., :rank], phi_k[..., :rank]
+    return min(splits(term, half), rank), phi_q, phi_k
 
 
 def side_by_side(parts: list[Tensor]) -> Tensor:
