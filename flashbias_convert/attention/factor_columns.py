@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .factor_launch import columns_plan, gradients_plan, is_served, reciprocal
+from .factor_launch import is_served, launch_columns, launch_gradient
 from .factors import balance, balance_step, column_tops, split_columns
 
 #: Numbers of factor columns that kernels are compiled for.
@@ -51,22 +51,21 @@ def factor_columns(
             with each split column three times, and who reads it divides it and takes the parts.
         balanced: columns of both factors have like sizes as they are.
     """
-    number, sizes = (1.0, (size,)) if isinstance(size, Tensor) else (size or 1.0, ())
-    made = None
     # one matrix for all heads would become one for each
-    if is_served(phi_q, phi_k) and not (sizes and phi_q.shape[-3] != sizes[0].shape[0]):
-        columns = bucket(phi_q.shape[-1] + 2 * split)
-        kind = (columns, split, dtype, size is None, not sizes, balanced)
-        made = columns_plan(phi_q, phi_k, *kind)
-    if made is None:
+    spread = isinstance(size, Tensor) and phi_q.shape[-3] != size.shape[0]
+    if spread or not is_served(phi_q, phi_k):
         phi_q, phi_k = columns_by_torch(phi_q, phi_k, split, dtype, size, balanced=balanced)
         return padded_columns(phi_q), padded_columns(phi_k)
-    plan, (shape_q, dtype_q), (shape_k, dtype_k) = made
-    out = phi_q.new_empty(shape_q, dtype=dtype_q), phi_k.new_empty(shape_k, dtype=dtype_k)
+    columns = bucket(phi_q.shape[-1] + 2 * split)
+    out_q = phi_q.new_empty(
+        (*phi_q.shape[:-1], columns), dtype=torch.float32 if size is None else dtype
+    )
+    out_k = phi_k.new_empty((*phi_k.shape[:-1], columns), dtype=dtype)
     tops = () if balanced else column_tops(phi_q, phi_k)
-    number = reciprocal(number) if phi_q.is_cuda else number
-    plan.run(phi_q.device, (phi_q, phi_k, *tops, *sizes, *out), (number,))
-    return out
+    in_parts = size is not None
+    launch_columns(phi_q, tops, split, out_q, of_keys=False, size=size, in_parts=in_parts)
+    launch_columns(phi_k, tops, split, out_k, of_keys=True, size=None, in_parts=True)
+    return out_q, out_k
 
 
 def columns_by_torch(
@@ -103,15 +102,13 @@ def column_gradients(
     Returns:
         fp32 (..., R) by name.
     """
-    made = None
-    if is_served(phi_q, phi_k, *found.values()):
-        made = gradients_plan(phi_q, phi_k, split, found)
-    if made is None:
+    if not is_served(phi_q, phi_k, *found.values()):
         return gradients_by_torch(phi_q, phi_k, split, found)
-    plan, shapes = made
-    out = {name: found[name].new_empty(shape) for name, shape in shapes.items()}
-    plan.run(phi_q.device, (*found.values(), *column_tops(phi_q, phi_k), *out.values()))
-    return out
+    tops, own = column_tops(phi_q, phi_k), {}
+    for name, gradient in found.items():
+        own[name] = gradient.new_empty((*gradient.shape[:-1], phi_q.shape[-1]))
+        launch_gradient(gradient, tops, split, own[name], of_keys=name == "phi_k")
+    return own
 
 
 def gradients_by_torch(

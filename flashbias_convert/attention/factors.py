@@ -51,7 +51,9 @@ def balance_step(phi_q: Tensor, phi_k: Tensor) -> Tensor:
     # leading dimensions that only one factor has are gone, so that the step fits the other one
     top_q, top_k = (top.reshape(top.shape[top.dim() - lead :]) for top in (top_q, top_k))
     usable = (top_q > 0) & (top_k > 0)
-    ratio = (top_k / top_q.clamp_min(1 / LARGEST_QUOTIENT)).clamp(1 / LARGEST_QUOTIENT, LARGEST_QUOTIENT)
+    ratio = (top_k / top_q.clamp_min(1 / LARGEST_QUOTIENT)).clamp(
+        1 / LARGEST_QUOTIENT, LARGEST_QUOTIENT
+    )
     ratio = ratio.where(usable, 1.0)
     wide = ratio.double() if ratio.device.type in WIDE_DEVICES else ratio
     return torch.exp2(torch.round(0.5 * wide.log2())).to(ratio.dtype)
@@ -74,9 +76,8 @@ def _column_top(phi: Tensor, other: Tensor) -> Tensor:
         if own[i] > 1 and (i < missing or shape[i - missing] == 1)
     ]  # fmt: skip
     dtype = phi.dtype if phi.dtype == torch.float64 else torch.float32
-    return torch.linalg.vector_norm(
-        phi.detach(), math.inf, (*shared, len(own) - 2), keepdim=True, dtype=dtype
-    )
+    phi = phi.detach() if phi.requires_grad else phi
+    return torch.linalg.vector_norm(phi, math.inf, (*shared, len(own) - 2), True, dtype=dtype)
 
 
 def scale_size(scale: float) -> float:

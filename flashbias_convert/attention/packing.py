@@ -31,6 +31,7 @@ from ..terms import (
     ScoreBias,
     Term,
 )
+from ..terms.constants import integers, kept
 from .factor_columns import (
     COLUMN_BUCKETS,
     bucket,
@@ -172,7 +173,7 @@ def for_kernel(bias: ScoreBias, *, half: bool) -> ScoreBias:
 
     In fp32 products do not run on tensor cores, and look-ups are the faster way.
     """
-    if not half:
+    if not (half and any(isinstance(t, Axial) for t in bias.terms)):
         return bias
     taken = max(_head_columns([t for t in bias.terms if _touches(t, h)], h, half)
                 for h in _different_heads(bias))  # fmt: skip
@@ -234,9 +235,9 @@ def _head_columns(terms: Sequence[Term], head: int, half: bool) -> int:
 
 
 def _rank_of(term: LowRank, head: int) -> int:
-    ranks = term.head_ranks()
-    if len(ranks) == 1:
-        return ranks[0]
+    ranks = term.ranks
+    if not ranks or len(ranks) == 1:
+        return term.largest_rank
     return ranks[head if term.heads is None else term.heads.index(head)]
 
 
@@ -250,26 +251,29 @@ def _signature(bias: ScoreBias, head: int, half: bool) -> tuple[object, ...]:
 def _pack_group(
     bias: ScoreBias, heads: tuple[int, ...], half: bool, scale: float | None
 ) -> tuple[GroupSpec, list[Tensor]]:
-    every = heads == tuple(range(bias.num_heads))
-    chosen = (
-        bias if every and all(t.heads is None for t in bias.terms) else bias.select_heads(heads)
-    )
-    tensors: dict[str, Tensor] = {}
-    spec = GroupSpec(None if every else heads)
-    if not every:
-        # an index on the device, made here because a copy per call would synchronise
-        tensors["heads"] = torch.tensor(heads, dtype=torch.int32, device=bias.device)
-    thin = [t for t in chosen.terms if isinstance(t, LowRank) and max(t.head_ranks()) > 0]
+    chosen, tensors = heads_of(bias, heads)
+    spec: dict[str, Any] = {"heads": heads if tensors else None}
+    thin = [t for t in chosen.terms if isinstance(t, LowRank) and t.largest_rank > 0]
     if thin:
         split, tensors["phi_q"], tensors["phi_k"] = _pack_factors(thin, half, scale)
         columns = tensors["phi_q"].shape[-1]
-        spec = dataclasses.replace(spec, columns=columns, split=split, scaled=scale is not None)
+        spec |= {"columns": columns, "split": split, "scaled": scale is not None}
     for term in chosen.terms:
-        if isinstance(term, LowRank):
-            continue
-        tensors |= pack_term(term)
-        spec = dataclasses.replace(spec, **spec_fields(term))
-    return dataclasses.replace(spec, tensors=tuple(tensors)), list(tensors.values())
+        if not isinstance(term, LowRank):
+            tensors |= pack_term(term)
+            spec |= spec_fields(term)
+    return GroupSpec(**spec, tensors=tuple(tensors)), list(tensors.values())
+
+
+def heads_of(bias: ScoreBias, heads: tuple[int, ...]) -> tuple[ScoreBias, dict[str, Tensor]]:
+    """The bias of a group of heads, and by name the tensor that says which; nothing for all."""
+    every = heads == tuple(range(bias.num_heads))
+    if not every:
+        # an index on the device, because a copy per call would synchronise
+        index = kept(integers, heads, torch.int32, bias.device)
+        return bias.select_heads(heads), {"heads": index}
+    plain = all(t.heads is None for t in bias.terms)
+    return bias if plain else bias.select_heads(heads), {}
 
 
 def _pack_factors(
@@ -306,7 +310,7 @@ def _pack_factors(
 
 def leading_columns(term: LowRank, half: bool) -> tuple[int, Tensor, Tensor]:
     """How many columns to split, and factors with as many columns as the largest rank."""
-    rank = max(term.head_ranks())
+    rank = term.largest_rank
     phi_q, phi_k = effective_factors(term)
     if rank < term.max_rank:
         phi_q, phi_k = phi_q[..., :rank], phi_k[..., :rank]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from .packing import (
     PackedBias,
     for_kernel,
     head_groups,
+    heads_of,
     leading_columns,
     pack_term,
     scale_size,
@@ -77,23 +79,17 @@ def pack_for_training(bias: ScoreBias, *, half: bool) -> PackedBias:
 def _pack_group(
     bias: ScoreBias, heads: tuple[int, ...], half: bool
 ) -> tuple[GroupSpec, list[Tensor]]:
-    every = heads == tuple(range(bias.num_heads))
-    plain = every and all(t.heads is None for t in bias.terms)
-    chosen = bias if plain else bias.select_heads(heads)
-    tensors: dict[str, Tensor] = {}
-    spec = GroupSpec(None if every else heads)
-    if not every:
-        tensors["heads"] = torch.tensor(heads, dtype=torch.int32, device=bias.device)
-    thin = [t for t in chosen.terms if isinstance(t, LowRank) and max(t.head_ranks()) > 0]
+    chosen, tensors = heads_of(bias, heads)
+    spec: dict[str, Any] = {"heads": heads if tensors else None}
+    thin = [t for t in chosen.terms if isinstance(t, LowRank) and t.largest_rank > 0]
     if thin:
         count, tensors["phi_q"], tensors["phi_k"] = _columns(thin, half)
-        spec = dataclasses.replace(spec, columns=tensors["phi_q"].shape[-1], split=count)
+        spec |= {"columns": tensors["phi_q"].shape[-1], "split": count}
     for term in chosen.terms:
-        if isinstance(term, LowRank):
-            continue
-        spec = dataclasses.replace(spec, **spec_fields(term))
-        tensors |= pack_term(_without_gate(term))
-    return dataclasses.replace(spec, tensors=tuple(tensors)), list(tensors.values())
+        if not isinstance(term, LowRank):
+            spec |= spec_fields(term)
+            tensors |= pack_term(_without_gate(term))
+    return GroupSpec(**spec, tensors=tuple(tensors)), list(tensors.values())
 
 
 def _columns(terms: list[LowRank], half: bool) -> tuple[int, Tensor, Tensor]:

@@ -73,14 +73,26 @@ def place(pid, walk, ROWS: tl.constexpr):
     return rows, lead, h, own, top
 
 
-@triton.jit
-def write_columns(
-    phi, top_q, top_k, sizes, size, out, walk, pid, R, split,
+@triton.jit(do_not_specialize=["R", "split"])
+def factor_columns_kernel(
+    phi, top_q, top_k, sizes, out, size, walk, R, split,
     COLUMNS: tl.constexpr, LOW: tl.constexpr, DOWN: tl.constexpr, INVERSE: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write some rows of one factor; see `factor_columns_kernel`. DOWN: divide by the step."""
-    rows, lead, h, own, top = place(pid, walk, ROWS)
+    """Balance, divide and round a factor, and write its columns, the first `split` in three.
+
+    Args:
+        phi: any strides; see `walk`.
+        top_q, top_k: largest entries by column, fp32; None for factors that need no balance.
+        sizes: fp32 (H,), what a head is divided by, or None.
+        out: contiguous, COLUMNS wide, zero past the last column.
+        size: what all heads are divided by without `sizes`; None for nothing.
+        R: columns of phi.
+        LOW: which of three columns holds the low part, from 0; none for -1.
+        DOWN: divide by the step, as keys are, and do not multiply.
+        INVERSE: `size` is a reciprocal, by which torch multiplies where it divides by a number.
+    """
+    rows, lead, h, own, top = place(tl.program_id(0), walk, ROWS)
     columns = tl.arange(0, COLUMNS)
     source = tl.where(columns < 3 * split, columns // 3, columns - 2 * split)
     here, inside = source < R, rows < walk.rows
@@ -94,10 +106,8 @@ def write_columns(
         x *= power_of_two(-n if DOWN else n)[None, :]
     if sizes is not None:
         x = tl.div_rn(x, tl.zeros_like(x) + tl.load(sizes + h))
-    elif INVERSE:
-        x *= size
-    else:
-        x = tl.div_rn(x, tl.zeros_like(x) + size)
+    elif size is not None:
+        x = x * size if INVERSE else tl.div_rn(x, tl.zeros_like(x) + size)
     high = x.to(out.dtype.element_ty)
     low = (x - high.to(tl.float32)).to(out.dtype.element_ty)
     is_low = (columns < 3 * split) & (columns % 3 == LOW)
@@ -105,43 +115,21 @@ def write_columns(
     tl.store(out + to, tl.where(is_low[None, :], low, high), mask=inside[:, None])
 
 
-@triton.jit(do_not_specialize=["programs_q", "R", "split"])
-def factor_columns_kernel(
-    phi_q, phi_k, top_q, top_k, sizes, q_out, k_out, size, walk_q, walk_k, programs_q, R, split,
-    COLUMNS: tl.constexpr, LOW_Q: tl.constexpr, INVERSE: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Balance, scale and round both factors, and write their columns, the first `split` in three.
-
-    Args:
-        phi_q, phi_k: any strides; see the walks.
-        top_q, top_k: largest entries by column, fp32; None for factors that need no balance.
-        sizes: fp32 (H,), what phi_q of a head is divided by, or None.
-        size: what phi_q is divided by without `sizes`.
-        q_out, k_out: contiguous, COLUMNS wide, zero past the last column.
-        programs_q: how many programs write q_out; all others write k_out.
-        LOW_Q: which of three columns of q holds the low part, from 0; none for -1. That of k is 1.
-        INVERSE: `size` is a reciprocal, by which torch multiplies where it divides by a number.
-    """
-    pid = tl.program_id(0)
-    if pid < programs_q:
-        write_columns(
-            phi_q, top_q, top_k, sizes, size, q_out, walk_q, pid, R, split,
-            COLUMNS, LOW_Q, False, INVERSE, ROWS,
-        )  # fmt: skip
-    else:
-        write_columns(
-            phi_k, top_q, top_k, None, 1.0, k_out, walk_k, pid - programs_q, R, split,
-            COLUMNS, 1, True, True, ROWS,
-        )  # fmt: skip
-
-
-@triton.jit
-def sum_parts(
-    found, top_q, top_k, out, walk, pid, R, split,
+@triton.jit(do_not_specialize=["R", "split"])
+def factor_gradients_kernel(
+    found, top_q, top_k, out, walk, R, split,
     WIDTH: tl.constexpr, PARTNER: tl.constexpr, DOWN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write some rows of one factor's gradient; see `factor_gradients_kernel`."""
-    rows, lead, _, own, top = place(pid, walk, ROWS)
+    """The gradient of a factor from that of the columns that `factor_columns_kernel` wrote.
+
+    Args:
+        found: fp32, any strides; see `walk`.
+        top_q, top_k, R, split, DOWN: as for `factor_columns_kernel`.
+        out: fp32, contiguous, R wide.
+        WIDTH: a power of two, at least R.
+        PARTNER: which of three columns is added to the first one.
+    """
+    rows, lead, _, own, top = place(tl.program_id(0), walk, ROWS)
     columns = tl.arange(0, WIDTH)
     front, here, inside = columns < split, columns < R, rows < walk.rows
     source = tl.where(front, 3 * columns, columns + 2 * split)
@@ -157,27 +145,3 @@ def sum_parts(
     )
     to = (lead * walk.rows + rows)[:, None] * R + columns[None, :]
     tl.store(out + to, x * power_of_two(-n if DOWN else n)[None, :], mask=present)
-
-
-@triton.jit(do_not_specialize=["programs_q", "R", "split"])
-def factor_gradients_kernel(
-    q, k, top_q, top_k, q_out, k_out, walk_q, walk_k, programs_q, R, split,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Gradients of factors from those of the columns that `factor_columns_kernel` wrote.
-
-    Args:
-        q, k: fp32, gradients of the columns. One may be None, and then has no programs.
-        top_q, top_k: as for `factor_columns_kernel`.
-        q_out, k_out: fp32, contiguous, R wide.
-        programs_q: how many programs write q_out; all others write k_out.
-        WIDTH: a power of two, at least R.
-    """
-    pid = tl.program_id(0)
-    if q is not None:  # noqa: SIM102 - decided when it is compiled
-        if pid < programs_q:
-            sum_parts(q, top_q, top_k, q_out, walk_q, pid, R, split, WIDTH, 1, False, ROWS)
-    if k is not None:  # noqa: SIM102
-        if pid >= programs_q:
-            own = pid - programs_q
-            sum_parts(k, top_q, top_k, k_out, walk_k, own, R, split, WIDTH, 2, True, ROWS)
