@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..terms.constants import is_watched
 from .launch_plan import MAX_PLANS, LaunchPlan, layout_of
 from .strides import MAX_BATCH_DIMS, batch_strides, collapse_batch, own_strides, padded
 
@@ -29,10 +30,8 @@ def is_served(*tensors: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     recorded = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
-    # a mode that watches torch's operations, to trace them for instance, would miss a launch
-    if recorded or torch._C._len_torch_dispatch_stack() > 0:
-        return False
-    return all([_is_readable(t) for t in tensors])
+    # a mode would miss a launch
+    return not recorded and not is_watched() and all([_is_readable(t) for t in tensors])
 
 
 def _is_readable(tensor: Tensor) -> bool:

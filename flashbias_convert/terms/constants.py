@@ -23,7 +23,7 @@ def kept(make: Callable[..., Tensor], *args: Any) -> Tensor:
         make: a function of a module.
         args: hashable, among them the device.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+    if torch.compiler.is_compiling() or is_watched():
         return make(*args)  # what a trace makes is not real
     key = (make, *args)
     found = _KEPT.get(key)
@@ -33,6 +33,11 @@ def kept(make: Callable[..., Tensor], *args: Any) -> Tensor:
         with torch.inference_mode(False):  # for calls in every mode
             found = _KEPT[key] = make(*args)
     return found
+
+
+def is_watched() -> bool:
+    """Whether a mode sees torch's operations, maybe to trace them, or to compute nothing."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def integers(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
