@@ -1,6 +1,11 @@
-"""Factors in half precision: balanced columns, and columns split into a high and a low part."""
+"""Factors in half precision: balanced columns, and columns split into a high and a low part.
+
+Plain torch, which `factor_columns` does in one launch where the kernels run.
+"""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -9,6 +14,11 @@ from ..terms import LowRank
 
 #: Scales smaller than this go into q, because factors divided by them could overflow.
 SMALLEST_SCALE = 2.0**-8
+#: Devices that have fp64.
+WIDE_DEVICES = ("cpu", "cuda")
+#: Quotients of largest entries that are beyond this are taken for this; its inverse is the smallest
+#: normal number in fp32.
+LARGEST_QUOTIENT = 2.0**126
 
 
 def effective_factors(term: LowRank) -> tuple[Tensor, Tensor]:
@@ -31,22 +41,48 @@ def balance(phi_q: Tensor, phi_k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def balance_step(phi_q: Tensor, phi_k: Tensor) -> Tensor:
-    """What `balance` multiplies phi_q by, (..., 1, R)."""
-    top_q, top_k = _column_max(phi_q, phi_k), _column_max(phi_k, phi_q)
+    """What `balance` multiplies phi_q by, (..., 1, R): a power of two next to a square root.
+
+    Where there is fp64 it is exactly that of the fp32 quotient of largest entries, on every device
+    and in `triton_columns` alike: near half-way cases an fp32 logarithm may fall on either side.
+    """
+    top_q, top_k = column_tops(phi_q, phi_k)
+    lead = min(phi_q.dim(), phi_k.dim())
+    # leading dimensions that only one factor has are gone, so that the step fits the other one
+    top_q, top_k = (top.reshape(top.shape[top.dim() - lead :]) for top in (top_q, top_k))
     usable = (top_q > 0) & (top_k > 0)
-    ratio = torch.where(usable, top_k / top_q.clamp_min(1e-38), torch.ones_like(top_q))
-    return torch.exp2(torch.round(0.5 * torch.log2(ratio)))
+    ratio = (top_k / top_q.clamp_min(1 / LARGEST_QUOTIENT)).clamp(
+        1 / LARGEST_QUOTIENT, LARGEST_QUOTIENT
+    )
+    ratio = ratio.where(usable, 1.0)
+    wide = ratio.double() if ratio.device.type in WIDE_DEVICES else ratio
+    return torch.exp2(torch.round(0.5 * wide.log2())).to(ratio.dtype)
 
 
-def _column_max(phi: Tensor, other: Tensor) -> Tensor:
-    """Largest entry per column, (..., 1, R); one for all where the other factor is shared."""
-    top = phi.detach().abs().amax(-2, keepdim=True)
-    missing = top.dim() - other.dim()
-    shape = (1,) * missing + tuple(other.shape) if missing > 0 else tuple(other.shape)[-top.dim() :]
-    shared = [i for i in range(top.dim() - 2) if shape[i] == 1 and top.shape[i] > 1]
-    top = top.amax(shared, keepdim=True) if shared else top
-    # leading dimensions that only this factor has are gone, so that the step fits the other one
-    return top.reshape(top.shape[max(missing, 0) :])
+def column_tops(phi_q: Tensor, phi_k: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest size of an entry by column of each factor, fp32 (fp64 for fp64) (..., 1, R).
+
+    One for all matrices where the other factor is shared; all dimensions are kept.
+    """
+    return _column_top(phi_q, phi_k), _column_top(phi_k, phi_q)
+
+
+def _column_top(phi: Tensor, other: Tensor) -> Tensor:
+    own, shape = phi.shape, other.shape
+    missing = len(own) - len(shape)
+    shared = [
+        i
+        for i in range(len(own) - 2)
+        if own[i] > 1 and (i < missing or shape[i - missing] == 1)
+    ]  # fmt: skip
+    dtype = phi.dtype if phi.dtype == torch.float64 else torch.float32
+    phi = phi.detach() if phi.requires_grad else phi
+    return torch.linalg.vector_norm(phi, math.inf, (*shared, len(own) - 2), True, dtype=dtype)
+
+
+def scale_size(scale: float) -> float:
+    """What factors are divided by and the exponential multiplies again: |scale|, or 1."""
+    return abs(scale) if abs(scale) >= SMALLEST_SCALE else 1.0
 
 
 def high_low(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -64,10 +100,14 @@ def split_columns(
     each split column becomes the three columns (hi, hi, lo) and (hi, lo, hi).
     Shapes (..., R) -> (..., R + 2 * split).
     """
+    if split == 0:
+        return phi_q.to(dtype), phi_k.to(dtype)
     q_high, q_low = high_low(phi_q[..., :split], dtype)
     k_high, k_low = high_low(phi_k[..., :split], dtype)
     q_parts = torch.stack([q_high, q_high, q_low], -1).flatten(-2)
     k_parts = torch.stack([k_high, k_low, k_high], -1).flatten(-2)
+    if split == phi_q.shape[-1]:
+        return q_parts, k_parts
     return (
         torch.cat([q_parts, phi_q[..., split:].to(dtype)], -1),
         torch.cat([k_parts, phi_k[..., split:].to(dtype)], -1),

@@ -31,11 +31,16 @@ from ..terms import (
     ScoreBias,
     Term,
 )
-from .factors import SMALLEST_SCALE, balance, effective_factors, split_columns
+from ..terms.constants import integers, kept
+from .factor_columns import (
+    COLUMN_BUCKETS,
+    bucket,
+    columns_by_torch,
+    factor_columns,
+    padded_columns,
+)
+from .factors import SMALLEST_SCALE, effective_factors
 from .selection import Selection, with_selections
-
-#: Numbers of factor columns that kernels are compiled for.
-COLUMN_BUCKETS = (16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -168,7 +173,7 @@ def for_kernel(bias: ScoreBias, *, half: bool) -> ScoreBias:
 
     In fp32 products do not run on tensor cores, and look-ups are the faster way.
     """
-    if not half:
+    if not (half and any(isinstance(t, Axial) for t in bias.terms)):
         return bias
     taken = max(_head_columns([t for t in bias.terms if _touches(t, h)], h, half)
                 for h in _different_heads(bias))  # fmt: skip
@@ -203,13 +208,6 @@ def head_groups(bias: ScoreBias, *, half: bool) -> list[tuple[int, ...]]:
     return [tuple(heads) for heads in groups.values()]
 
 
-def bucket(columns: int) -> int:
-    """The smallest compiled number of columns that holds `columns`; 0 for none."""
-    if columns == 0:
-        return 0
-    return next(b for b in COLUMN_BUCKETS if b >= columns)
-
-
 def _different_heads(bias: ScoreBias) -> range:
     """Heads to look at: the first one where all have the same terms of the same rank."""
     alike = all(t.heads is None and getattr(t, "ranks", None) is None for t in bias.terms)
@@ -237,9 +235,9 @@ def _head_columns(terms: Sequence[Term], head: int, half: bool) -> int:
 
 
 def _rank_of(term: LowRank, head: int) -> int:
-    ranks = term.head_ranks()
-    if len(ranks) == 1:
-        return ranks[0]
+    ranks = term.ranks
+    if not ranks or len(ranks) == 1:
+        return term.largest_rank
     return ranks[head if term.heads is None else term.heads.index(head)]
 
 
@@ -253,26 +251,29 @@ def _signature(bias: ScoreBias, head: int, half: bool) -> tuple[object, ...]:
 def _pack_group(
     bias: ScoreBias, heads: tuple[int, ...], half: bool, scale: float | None
 ) -> tuple[GroupSpec, list[Tensor]]:
-    every = heads == tuple(range(bias.num_heads))
-    chosen = (
-        bias if every and all(t.heads is None for t in bias.terms) else bias.select_heads(heads)
-    )
-    tensors: dict[str, Tensor] = {}
-    spec = GroupSpec(None if every else heads)
-    if not every:
-        # an index on the device, made here because a copy per call would synchronise
-        tensors["heads"] = torch.tensor(heads, dtype=torch.int32, device=bias.device)
-    thin = [t for t in chosen.terms if isinstance(t, LowRank) and max(t.head_ranks()) > 0]
+    chosen, tensors = heads_of(bias, heads)
+    spec: dict[str, Any] = {"heads": heads if tensors else None}
+    thin = [t for t in chosen.terms if isinstance(t, LowRank) and t.largest_rank > 0]
     if thin:
         split, tensors["phi_q"], tensors["phi_k"] = _pack_factors(thin, half, scale)
         columns = tensors["phi_q"].shape[-1]
-        spec = dataclasses.replace(spec, columns=columns, split=split, scaled=scale is not None)
+        spec |= {"columns": columns, "split": split, "scaled": scale is not None}
     for term in chosen.terms:
-        if isinstance(term, LowRank):
-            continue
-        tensors |= pack_term(term)
-        spec = dataclasses.replace(spec, **spec_fields(term))
-    return dataclasses.replace(spec, tensors=tuple(tensors)), list(tensors.values())
+        if not isinstance(term, LowRank):
+            tensors |= pack_term(term)
+            spec |= spec_fields(term)
+    return GroupSpec(**spec, tensors=tuple(tensors)), list(tensors.values())
+
+
+def heads_of(bias: ScoreBias, heads: tuple[int, ...]) -> tuple[ScoreBias, dict[str, Tensor]]:
+    """The bias of a group of heads, and by name the tensor that says which; nothing for all."""
+    every = heads == tuple(range(bias.num_heads))
+    if not every:
+        # an index on the device, because a copy per call would synchronise
+        index = kept(integers, heads, torch.int32, bias.device)
+        return bias.select_heads(heads), {"heads": index}
+    plain = all(t.heads is None for t in bias.terms)
+    return bias if plain else bias.select_heads(heads), {}
 
 
 def _pack_factors(
@@ -285,20 +286,16 @@ def _pack_factors(
     the scale before it takes the parts.
     """
     dtype = torch.float16 if half else torch.float32
+    size = None if scale is None else scale_size(scale)
+    if len(terms) == 1:
+        count, phi_q, phi_k = leading_columns(terms[0], half)
+        balanced = isinstance(terms[0], Selection)
+        return count, *factor_columns(phi_q, phi_k, count, dtype, size, balanced=balanced)
     split_q, split_k, plain_q, plain_k = [], [], [], []
     for term in terms:
-        rank = max(term.head_ranks())
-        phi_q, phi_k = effective_factors(term)
-        phi_q, phi_k = phi_q[..., :rank].float(), phi_k[..., :rank].float()
-        if not isinstance(term, Selection):
-            phi_q, phi_k = balance(phi_q, phi_k)
-        if scale is not None:
-            phi_q = phi_q / scale_size(scale)
-        count = min(splits(term, half), rank)
-        packed_q, packed_k = split_columns(phi_q, phi_k, count, dtype)
-        if scale is None:
-            repeated = phi_q[..., :count].repeat_interleave(3, -1)
-            packed_q = torch.cat([repeated, phi_q[..., count:]], -1)
+        count, phi_q, phi_k = leading_columns(term, half)
+        balanced = isinstance(term, Selection)
+        packed_q, packed_k = columns_by_torch(phi_q, phi_k, count, dtype, size, balanced=balanced)
         split_q.append(packed_q[..., : 3 * count])
         split_k.append(packed_k[..., : 3 * count])
         plain_q.append(packed_q[..., 3 * count :])
@@ -311,10 +308,13 @@ def _pack_factors(
     )
 
 
-def padded_columns(columns: Tensor) -> Tensor:
-    """`columns` with zero columns up to a number that kernels are compiled for."""
-    missing = bucket(columns.shape[-1]) - columns.shape[-1]
-    return torch.nn.functional.pad(columns, (0, missing)).contiguous()
+def leading_columns(term: LowRank, half: bool) -> tuple[int, Tensor, Tensor]:
+    """How many columns to split, and factors with as many columns as the largest rank."""
+    rank = term.largest_rank
+    phi_q, phi_k = effective_factors(term)
+    if rank < term.max_rank:
+        phi_q, phi_k = phi_q[..., :rank], phi_k[..., :rank]
+    return min(splits(term, half), rank), phi_q, phi_k
 
 
 def side_by_side(parts: list[Tensor]) -> Tensor:

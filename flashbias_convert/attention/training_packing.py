@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..terms import Alibi, Axial, Diagonal, LowRank, ScoreBias, Term
-from .factors import balance_step, effective_factors, split_columns
+from .factor_columns import bucket, column_gradients, factor_columns
 from .packing import (
     SMALLEST_SCALE,
     GroupSpec,
     PackedBias,
-    bucket,
     for_kernel,
     head_groups,
+    heads_of,
+    leading_columns,
     pack_term,
-    padded_columns,
+    scale_size,
     side_by_side,
     spec_fields,
     splits,
@@ -77,33 +79,29 @@ def pack_for_training(bias: ScoreBias, *, half: bool) -> PackedBias:
 def _pack_group(
     bias: ScoreBias, heads: tuple[int, ...], half: bool
 ) -> tuple[GroupSpec, list[Tensor]]:
-    every = heads == tuple(range(bias.num_heads))
-    plain = every and all(t.heads is None for t in bias.terms)
-    chosen = bias if plain else bias.select_heads(heads)
-    tensors: dict[str, Tensor] = {}
-    spec = GroupSpec(None if every else heads)
-    if not every:
-        tensors["heads"] = torch.tensor(heads, dtype=torch.int32, device=bias.device)
-    thin = [t for t in chosen.terms if isinstance(t, LowRank) and max(t.head_ranks()) > 0]
+    chosen, tensors = heads_of(bias, heads)
+    spec: dict[str, Any] = {"heads": heads if tensors else None}
+    thin = [t for t in chosen.terms if isinstance(t, LowRank) and t.largest_rank > 0]
     if thin:
         count, tensors["phi_q"], tensors["phi_k"] = _columns(thin, half)
-        spec = dataclasses.replace(spec, columns=tensors["phi_q"].shape[-1], split=count)
+        spec |= {"columns": tensors["phi_q"].shape[-1], "split": count}
     for term in chosen.terms:
-        if isinstance(term, LowRank):
-            continue
-        spec = dataclasses.replace(spec, **spec_fields(term))
-        tensors |= pack_term(_without_gate(term))
-    return dataclasses.replace(spec, tensors=tuple(tensors)), list(tensors.values())
+        if not isinstance(term, LowRank):
+            spec |= spec_fields(term)
+            tensors |= pack_term(_without_gate(term))
+    return GroupSpec(**spec, tensors=tuple(tensors)), list(tensors.values())
 
 
 def _columns(terms: list[LowRank], half: bool) -> tuple[int, Tensor, Tensor]:
     """Number of columns to split, and phi_q and phi_k with those columns in front."""
+    if len(terms) == 1:
+        count, phi_q, phi_k = leading_columns(terms[0], half)
+        return count, phi_q.float(), phi_k.float()
     front: list[tuple[Tensor, Tensor]] = []
     back: list[tuple[Tensor, Tensor]] = []
     for term in terms:
-        rank = max(term.head_ranks())
-        count = min(splits(term, half), rank)
-        phi_q, phi_k = (phi[..., :rank].float() for phi in effective_factors(term))
+        count, phi_q, phi_k = leading_columns(term, half)
+        phi_q, phi_k = phi_q.float(), phi_k.float()
         front.append((phi_q[..., :count], phi_k[..., :count]))
         back.append((phi_q[..., count:], phi_k[..., count:]))
     phi_q, phi_k = (side_by_side([pair[i] for pair in front + back]) for i in (0, 1))
@@ -153,25 +151,19 @@ def rounded(
     own = dict(tensors)
     if spec.columns == 0:
         return spec, own
-    phi_q, phi_k = own["phi_q"], own["phi_k"]
-    step = balance_step(phi_q, phi_k)
-    phi_q, phi_k = phi_q * step, phi_k / step
-    if half:
-        phi_q = phi_q / _size(scale, head_scale, own.get("heads"))
+    size = _size(scale, head_scale, own.get("heads")) if half else None
     dtype = torch.float16 if half else torch.float32
-    phi_q, phi_k = split_columns(phi_q, phi_k, spec.split, dtype)
-    own["phi_q"], own["phi_k"] = padded_columns(phi_q), padded_columns(phi_k)
-    columns = bucket(phi_q.shape[-1])
+    own["phi_q"], own["phi_k"] = factor_columns(own["phi_q"], own["phi_k"], spec.split, dtype, size)
+    columns = own["phi_q"].shape[-1]
     return dataclasses.replace(spec, columns=columns, scaled=True), own
 
 
 def _size(scale: float, head_scale: Tensor | None, heads: Tensor | None) -> Tensor | float:
     if head_scale is None:
-        return abs(scale) if abs(scale) >= SMALLEST_SCALE else 1.0
+        return scale_size(scale)
     size = head_scale.abs()
     size = torch.where(size < SMALLEST_SCALE, 1.0, size)
-    own = size if heads is None else size.index_select(0, heads.long())
-    return own[:, None, None]
+    return size if heads is None else size.index_select(0, heads.long())
 
 
 def factor_gradients(
@@ -183,16 +175,7 @@ def factor_gradients(
         spec, tensors: one group, from `pack_for_training`.
         found: gradients by name; those of factors have the columns of `rounded`, (..., COLUMNS).
     """
-    own = dict(found)
-    names = {"phi_q", "phi_k"} & set(own)
-    step = balance_step(tensors["phi_q"], tensors["phi_k"]) if names else None
-    for name in names:
-        assert step is not None
-        triples = own[name][..., : 3 * spec.split].unflatten(-1, (spec.split, 3))
-        # of high and low parts, (h, h, l) and (h, l, h), those that meet the other factor's parts
-        partner = 1 if name == "phi_q" else 2
-        front = triples[..., 0] + triples[..., partner]
-        plain = own[name][..., 3 * spec.split : 2 * spec.split + spec.columns]
-        columns = torch.cat([front, plain], -1)
-        own[name] = columns * step if name == "phi_q" else columns / step
-    return own
+    factors = {name: t for name, t in found.items() if name in ("phi_q", "phi_k")}
+    if not factors:
+        return found
+    return found | column_gradients(tensors["phi_q"], tensors["phi_k"], spec.split, factors)

@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from .constants import integers, kept
+
 
 def pinned_tensor(**kwargs: Any) -> Any:
     """A tensor field whose dtype no cast changes: integers, positions, fp32 factors."""
@@ -173,7 +175,7 @@ class Term:
         picked: dict[str, Any] = {}
         for name, tensor in self.tensors().items():
             if name in dims and tensor.shape[dims[name]] > 1:
-                where = torch.as_tensor(list(index), device=tensor.device)
+                where = kept(integers, tuple(index), torch.int64, tensor.device)
                 tensor = tensor.index_select(tensor.dim() + dims[name], where)
             picked[name] = tensor
         return dataclasses.replace(self, **picked, **self._select_static(index))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .base import Term, joint_shape, pinned_tensor, require, require_shape
+from .constants import columns_past, kept
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -53,6 +54,11 @@ class LowRank(Term):
         """R, the number of columns."""
         return int(self.phi_q.shape[-1])
 
+    @property
+    def largest_rank(self) -> int:
+        """The number of columns that some head uses."""
+        return max(self.ranks) if self.ranks else self.max_rank
+
     def head_ranks(self) -> tuple[int, ...]:
         """The rank of each of this term's own heads."""
         return self.ranks or (self.max_rank,) * self.num_own_heads()
@@ -61,8 +67,8 @@ class LowRank(Term):
         """phi_q with zeros past each head's rank."""
         if self.ranks is None or min(self.ranks) == self.max_rank:
             return self.phi_q
-        ranks = torch.tensor(self.ranks, device=self.phi_q.device)[:, None, None]
-        return self.phi_q.where(torch.arange(self.max_rank, device=ranks.device) < ranks, 0.0)
+        past = kept(columns_past, self.ranks, self.max_rank, self.phi_q.device)
+        return self.phi_q.masked_fill(past, 0.0)
 
     def sizes(self) -> list[tuple[str, int, str]]:
         return [

@@ -24,10 +24,12 @@ from triton.runtime import driver
 from flashbias_convert import ScoreBias
 from flashbias_convert.attention import (
     PreparedBias,
+    factor_launch,
     launch,
     normalize,
     triton_atomic,
     triton_backward,
+    triton_columns,
     triton_combine,
     triton_forward,
     triton_keys,
@@ -35,6 +37,7 @@ from flashbias_convert.attention import (
     triton_pairs,
 )
 from flashbias_convert.attention.arguments import check_arguments
+from flashbias_convert.attention.factor_columns import column_gradients, factor_columns
 from flashbias_convert.attention.operator import training_attention, triton_attention
 
 #: Compute capability 9.0: H100, H200.
@@ -156,13 +159,24 @@ def compile_normalize_rows(x: Tensor) -> Compiled:
     return only
 
 
+def compile_factors(
+    phi_q: Tensor, phi_k: Tensor, split: int, size: float | Tensor | None
+) -> list[Compiled]:
+    """Compile what `factor_columns` would launch for fp16 columns, and `column_gradients` back."""
+    with _recording() as compiled, mock.patch.object(factor_launch, "_INTERPRETED", True):
+        made = factor_columns(phi_q, phi_k, split, torch.float16, size)
+        found = dict(zip(("phi_q", "phi_k"), (t.float() for t in made), strict=True))
+        column_gradients(phi_q, phi_k, split, found)
+    return compiled
+
+
 @contextmanager
 def _recording(with_forward: bool = True) -> Iterator[list[Compiled]]:
     compiled: list[Compiled] = []
     attention = triton_forward.attention_kernel
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(driver, "_active", _AbsentCard()))
-        for module in (launch, normalize):
+        for module in (launch, normalize, factor_launch):
             stack.enter_context(mock.patch.object(module, "_PLANS", {}))
         forward = _Recorder(attention, compiled if with_forward else None)
         stack.enter_context(mock.patch.object(launch, "_kernel", lambda: forward))
@@ -176,6 +190,8 @@ def _recording(with_forward: bool = True) -> Iterator[list[Compiled]]:
 KERNELS = (
     (triton_normalize, "normalize_rows_kernel"),
     (triton_combine, "combine_parts_kernel"),
+    (triton_columns, "factor_columns_kernel"),
+    (triton_columns, "factor_gradients_kernel"),
     (triton_backward, "delta_kernel"),
     (triton_backward, "query_gradients_kernel"),
     (triton_keys, "key_gradients_kernel"),

@@ -32,6 +32,7 @@ from .ahead_of_time import (  # noqa: E402
     NVDISASM,
     Compiled,
     compile_attention,
+    compile_factors,
     compile_normalize_rows,
 )
 
@@ -263,3 +264,14 @@ def test_calls_that_have_no_parts(option: str) -> None:
         (whole,) = variant.compile()
     (found,) = variant.compile()
     assert found.ptx == whole.ptx
+
+
+@pytest.mark.parametrize("sizes", ["number", "heads", "undivided"])
+def test_kernels_of_factors_compile(sizes: str) -> None:
+    """Products stay apart from sums: a card rounds each as torch does, to the last bit."""
+    phi_q, phi_k = torch.zeros(2, 3, 49, 17), torch.zeros(3, 40, 17, dtype=FP16)
+    size = {"number": 0.125, "heads": torch.ones(3), "undivided": None}[sizes]
+    compiled = compile_factors(phi_q, phi_k, 5, size)
+    names = [*["factor_columns_kernel"] * 2, *["factor_gradients_kernel"] * 2]
+    assert [c.name for c in compiled] == names
+    assert not any("fma" in c.ptx for c in compiled)

@@ -1,0 +1,147 @@
+"""The Triton kernels that write factors as other kernels read them, and their gradients back.
+
+The torch functions in `factors` and `training_packing` that they stand in for take some forty small
+steps, which cost the host more than the card. What is written is the same to the last bit.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class FactorWalk(NamedTuple):
+    """A matrix (*batch, H, rows, columns), and the largest entries that belong to its columns.
+
+    Strides are those of batch 0, 1, 2, heads, then rows and columns of the matrix itself; 0 where a
+    dimension is shared.
+    """
+
+    rows: Any
+    batch_1: Any
+    batch_2: Any
+    heads: Any
+    strides: Any
+    top_strides: Any
+
+
+@triton.jit
+def balance_power(top_q, top_k):
+    """n, where 2^n is the power of two next to sqrt(top_k / top_q); see `factors.balance_step`.
+
+    From the bits of the quotient: logarithms are approximate, and half-way cases are common.
+    """
+    ratio = tl.div_rn(top_k, tl.maximum(top_q, 2.0**-126))
+    ratio = tl.minimum(tl.maximum(ratio, 2.0**-126), 2.0**126)
+    ratio = tl.where((top_q > 0) & (top_k > 0), ratio, 1.0)
+    bits = ratio.to(tl.int32, bitcast=True)
+    power = (bits >> 23) - 127
+    # 2^1, 2^5, 2^-3, ... lie half-way between two, of which the lower one is even
+    down = ((bits & 0x7FFFFF) == 0) & ((power & 3) == 1)
+    return (power + 1 - down.to(tl.int32)) >> 1
+
+
+@triton.jit
+def power_of_two(n):
+    """2^n in fp32, for |n| <= 126."""
+    return ((n + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def place(pid, walk, ROWS: tl.constexpr):
+    """Rows of a program, which matrix they are of, and offsets of that and of its largest entries.
+
+    Returns:
+        rows (ROWS,), the number of the matrix, its head, and the two offsets.
+    """
+    blocks = tl.cdiv(walk.rows, ROWS)
+    rows = ((pid % blocks) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    lead = (pid // blocks).to(tl.int64)
+    h = lead % walk.heads
+    b = lead // walk.heads
+    b0, b1, b2 = (
+        b // walk.batch_2 // walk.batch_1,
+        b // walk.batch_2 % walk.batch_1,
+        b % walk.batch_2,
+    )
+    s, t = walk.strides, walk.top_strides
+    own = b0 * s[0] + b1 * s[1] + b2 * s[2] + h * s[3]
+    top = b0 * t[0] + b1 * t[1] + b2 * t[2] + h * t[3]
+    return rows, lead, h, own, top
+
+
+@triton.jit(do_not_specialize=["R", "split"])
+def factor_columns_kernel(
+    phi, top_q, top_k, sizes, out, size, walk, R, split,
+    COLUMNS: tl.constexpr, LOW: tl.constexpr, DOWN: tl.constexpr, INVERSE: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Balance, divide and round a factor, and write its columns, the first `split` in three.
+
+    Args:
+        phi: any strides; see `walk`.
+        top_q, top_k: largest entries by column, fp32; None for factors that need no balance.
+        sizes: fp32 (H,), what a head is divided by, or None.
+        out: contiguous, COLUMNS wide, zero past the last column.
+        size: what all heads are divided by without `sizes`; None for nothing.
+        R: columns of phi.
+        LOW: which of three columns holds the low part, from 0; none for -1.
+        DOWN: divide by the step, as keys are, and do not multiply.
+        INVERSE: `size` is a reciprocal, by which torch multiplies where it divides by a number.
+    """
+    rows, lead, h, own, top = place(tl.program_id(0), walk, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    source = tl.where(columns < 3 * split, columns // 3, columns - 2 * split)
+    here, inside = source < R, rows < walk.rows
+    where = own + rows[:, None] * walk.strides[4] + source[None, :] * walk.strides[5]
+    x = tl.load(phi + where, mask=inside[:, None] & here[None, :], other=0.0).to(tl.float32)
+    if top_q is not None:
+        n = balance_power(
+            tl.load(top_q + top + source, mask=here, other=0.0),
+            tl.load(top_k + top + source, mask=here, other=0.0),
+        )
+        x *= power_of_two(-n if DOWN else n)[None, :]
+    if sizes is not None:
+        x = tl.div_rn(x, tl.zeros_like(x) + tl.load(sizes + h))
+    elif size is not None:
+        x = x * size if INVERSE else tl.div_rn(x, tl.zeros_like(x) + size)
+    high = x.to(out.dtype.element_ty)
+    low = (x - high.to(tl.float32)).to(out.dtype.element_ty)
+    is_low = (columns < 3 * split) & (columns % 3 == LOW)
+    to = (lead * walk.rows + rows)[:, None] * COLUMNS + columns[None, :]
+    tl.store(out + to, tl.where(is_low[None, :], low, high), mask=inside[:, None])
+
+
+@triton.jit(do_not_specialize=["R", "split"])
+def factor_gradients_kernel(
+    found, top_q, top_k, out, walk, R, split,
+    WIDTH: tl.constexpr, PARTNER: tl.constexpr, DOWN: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a factor from that of the columns that `factor_columns_kernel` wrote.
+
+    Args:
+        found: fp32, any strides; see `walk`.
+        top_q, top_k, R, split, DOWN: as for `factor_columns_kernel`.
+        out: fp32, contiguous, R wide.
+        WIDTH: a power of two, at least R.
+        PARTNER: which of three columns is added to the first one.
+    """
+    rows, lead, _, own, top = place(tl.program_id(0), walk, ROWS)
+    columns = tl.arange(0, WIDTH)
+    front, here, inside = columns < split, columns < R, rows < walk.rows
+    source = tl.where(front, 3 * columns, columns + 2 * split)
+    where = found + own + rows[:, None] * walk.strides[4] + source[None, :] * walk.strides[5]
+    present = inside[:, None] & here[None, :]
+    x = tl.load(where, mask=present, other=0.0)
+    partner = where + PARTNER * walk.strides[5]
+    both = x + tl.load(partner, mask=present & front[None, :], other=0.0)
+    x = tl.where(front[None, :], both, x)
+    n = balance_power(
+        tl.load(top_q + top + columns, mask=here, other=0.0),
+        tl.load(top_k + top + columns, mask=here, other=0.0),
+    )
+    to = (lead * walk.rows + rows)[:, None] * R + columns[None, :]
+    tl.store(out + to, x * power_of_two(-n if DOWN else n)[None, :], mask=present)
