@@ -107,11 +107,8 @@ def _narrow_heads(shape: LaunchShape, width: int) -> LaunchSettings:
     # twice the rows per program halve the reads of keys, unless the last block is nearly empty
     tall = width > 16 and -(-n // 128) * 128 <= 1.05 * (-(-n // 64) * 64)
     if "dense" in shape.terms and columns == 0:
-        # tiles of the bias are read ahead of their turn: short ones until there are many
-        block_n = 64 if n >= 1024 else 32
-        return (
-            LaunchSettings(128, block_n, 4, 3, 168) if tall else LaunchSettings(64, 64, 4, 3, 128)
-        )
+        # tiles of the bias are read ahead of their turn, which takes room: short ones
+        return LaunchSettings(128, 32, 4, 3, 168) if tall else LaunchSettings(64, 64, 4, 3, 128)
     if tall or ("ids" in shape.terms and columns > 0):
         return LaunchSettings(128, 64, 4, 3, 168)
     return LaunchSettings(64, 64, 4, 3, 96)
