@@ -20,6 +20,7 @@ from .backends import (
 )
 from .bounds import LARGEST_BOUND
 from .eager import eager_attention
+from .flags import flags_of
 from .multiplicative import check_score_scale, repeat_channels
 from .packing import NO_BIAS, pack
 from .positions import place_queries
@@ -173,6 +174,7 @@ def triton_attention(
         packed = pack(placed, half=half, scale=fold)
     else:
         packed = bias.packed(half, fold)
+    bounded = _is_bounded(score_bound, v.dtype, args.key_mask)
     return attention_op(
         q,
         k,
@@ -184,9 +186,7 @@ def triton_attention(
         None if args.key_mask is None else args.key_mask.view(torch.uint8),
         0 if isinstance(start, Tensor) else start,
         start.to(q.device, torch.int32) if isinstance(start, Tensor) else None,
-        args.causal,
-        args.cosine,
-        _is_bounded(score_bound, v.dtype, args.key_mask),
+        flags_of(causal=args.causal, cosine=args.cosine, bounded=bounded),
         None if args.gate is None else args.gate.expand(*q.shape[:-1], v.shape[-1]),
     )
 
@@ -222,9 +222,7 @@ def training_attention(
         None if args.key_mask is None else args.key_mask.view(torch.uint8),
         0 if isinstance(start, Tensor) else start,
         start.to(q.device, torch.int32) if isinstance(start, Tensor) else None,
-        args.causal,
-        args.cosine,
-        deterministic,
+        flags_of(causal=args.causal, cosine=args.cosine, deterministic=deterministic),
     )
     return out
 
