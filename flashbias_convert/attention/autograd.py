@@ -47,7 +47,7 @@ def _attention(
     causal, cosine = bool(flags & CAUSAL), bool(flags & COSINE)
     out, lse = empty_output(q, v), _empty_rows(q)
     call = {"q": q, "k": normalize_rows(k) if cosine else k, "v": v, "o": out, "lse": lse}
-    call |= {} if key_mask is None else {"key_mask": key_mask}
+    call |= {} if key_mask is None else {"key_mask": key_mask.view(torch.uint8)}
     call |= {} if query_starts is None else {"starts": query_starts}
     call |= {} if head_scale is None else {"scale": head_scale}
     half, first = q.dtype != torch.float32, 0

@@ -52,9 +52,10 @@ def register(
     def below_autograd(keys: torch._C.DispatchKeySet, *arguments: Any) -> Any:
         # traces and tensors that are no plain ones have more to come; for others that would be a
         # second way through the dispatcher
-        call = op if keys.raw_repr() & _MORE_TO_COME else run
+        if not keys.raw_repr() & _MORE_TO_COME:
+            return run(*arguments)
         with torch._C._AutoDispatchBelowAutograd():
-            return call(*arguments)
+            return op(*arguments)
 
     def with_autograd(keys: torch._C.DispatchKeySet, *arguments: Any) -> Any:
         """What every call outside of inference mode comes to first."""

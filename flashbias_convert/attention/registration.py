@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from .flags import BOUNDED, CAUSAL, COSINE
@@ -36,7 +37,7 @@ def _attention(
     out = empty_output(q, v)
     call = {"q": q, "k": normalize_rows(k) if cosine else k, "v": v, "o": out}
     if key_mask is not None:
-        call["key_mask"] = key_mask
+        call["key_mask"] = key_mask.view(torch.uint8)
     if query_starts is not None:
         call["starts"] = query_starts
     if head_scale is not None:
@@ -66,7 +67,12 @@ def empty_output(q: Tensor, v: Tensor) -> Tensor:
     Attention modules merge heads next; in this layout that is a view.
     """
     *batch, heads, n, _ = q.shape
-    return q.new_empty((*batch, n, heads, v.shape[-1])).transpose(-2, -3)
+    dv = v.shape[-1]
+    strides, step = [dv, heads * dv, 1], heads * n * dv
+    for size in reversed(batch):
+        strides.insert(0, step)
+        step *= size
+    return q.new_empty_strided((*batch, heads, n, dv), strides)  # no view: it may be written to
 
 
 def _without_values(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
