@@ -185,7 +185,7 @@ def main_pass(case: Gravity, term: LowRank) -> Callable[[], tuple[Tensor, Tensor
     packed = PreparedBias(ScoreBias((term,), case.heads)).packed_for_training(half)
     return lambda: attention_training_op(
         case.q, case.k, case.v, packed.tensors, packed.spec, case.scale, None, None, 0, None,
-        False, False,
+        0,
     )  # fmt: skip
 
 

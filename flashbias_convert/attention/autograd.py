@@ -7,14 +7,16 @@ that torch.compile sees two opaque calls.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .backward import Saved, attention_gradients, empty_gradient
+from .flags import CAUSAL, COSINE, DETERMINISTIC
 from .launch import launch
+from .library import refuse_gradients, register
 from .normalize import normalize_rows
 from .packing import parse_spec
 from .precision import without_autocast
@@ -22,8 +24,7 @@ from .registration import empty_output
 from .training_packing import rounded
 
 
-@torch.library.custom_op("flashbias_convert::attention_training", mutates_args=())
-def attention_training_op(
+def _attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -34,20 +35,19 @@ def attention_training_op(
     key_mask: Tensor | None,
     query_start: int,
     query_starts: Tensor | None,
-    causal: bool,
-    cosine: bool,
-    deterministic: bool,
+    flags: int,
 ) -> tuple[Tensor, Tensor]:
     """Attention, and the log-sum-exp of each row in two parts, fp32 (*batch, H, N, 2).
 
     The parts are what was subtracted from a row's scores before exponentials were taken, in natural
     units, and one by the sum of these; zero where a row sees no key. One number would lose the
     differences of a row far from zero. The bias is as packed by `pack_for_training`; other
-    arguments as made by `training_attention`. `deterministic` is for the backward pass.
+    arguments as made by `training_attention`.
     """
+    causal, cosine = bool(flags & CAUSAL), bool(flags & COSINE)
     out, lse = empty_output(q, v), _empty_rows(q)
     call = {"q": q, "k": normalize_rows(k) if cosine else k, "v": v, "o": out, "lse": lse}
-    call |= {} if key_mask is None else {"key_mask": key_mask}
+    call |= {} if key_mask is None else {"key_mask": key_mask.view(torch.uint8)}
     call |= {} if query_starts is None else {"starts": query_starts}
     call |= {} if head_scale is None else {"scale": head_scale}
     half, first = q.dtype != torch.float32, 0
@@ -62,8 +62,7 @@ def attention_training_op(
     return out, lse
 
 
-@attention_training_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def _without_values(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return empty_output(q, v), _empty_rows(q)
 
 
@@ -71,8 +70,7 @@ def _empty_rows(q: Tensor) -> Tensor:
     return q.new_empty((*q.shape[:-1], 2), dtype=torch.float32)
 
 
-@torch.library.custom_op("flashbias_convert::attention_backward", mutates_args=())
-def attention_backward_op(
+def _backward(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -86,25 +84,23 @@ def attention_backward_op(
     key_mask: Tensor | None,
     query_start: int,
     query_starts: Tensor | None,
-    causal: bool,
-    cosine: bool,
-    deterministic: bool,
+    flags: int,
     wanted: Sequence[bool],
 ) -> list[Tensor]:
     """Gradients of `attention_training`: of q, k, v, head_scale and each bias tensor, if wanted.
 
     torch.use_deterministic_algorithms is looked at when it runs, not when a graph is made.
     """
+    deterministic = bool(flags & DETERMINISTIC) or torch.are_deterministic_algorithms_enabled()
     saved = Saved(
         q, k, v, out, lse, bias_tensors, spec, scale, head_scale, key_mask, query_start,
-        query_starts, causal, cosine, deterministic or torch.are_deterministic_algorithms_enabled(),
+        query_starts, bool(flags & CAUSAL), bool(flags & COSINE), deterministic,
     )  # fmt: skip
     found, of_terms = attention_gradients(saved, dout, wanted)
     return [*found.values(), *(t for t in of_terms if t is not None)]
 
 
-@attention_backward_op.register_fake
-def _(
+def _backward_without_values(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -118,9 +114,7 @@ def _(
     key_mask: Tensor | None,
     query_start: int,
     query_starts: Tensor | None,
-    causal: bool,
-    cosine: bool,
-    deterministic: bool,
+    flags: int,
     wanted: Sequence[bool],
 ) -> list[Tensor]:
     found = [empty_gradient(t) for t, want in zip((q, k, v), wanted[:3], strict=True) if want]
@@ -130,39 +124,51 @@ def _(
     return found + [t.new_empty(t.shape) for t, want in terms if want]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, bias_tensors, spec, scale, head_scale, key_mask, start, starts, *flags = inputs
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, *output, head_scale, key_mask, starts, *bias_tensors)
-    ctx.numbers = (spec, scale, start, *flags)
+class _Differentiable(torch.autograd.Function):
+    """Both operators. Tensors that may ask for gradients are given once more, one by one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Callable[..., Any], arguments: tuple[Any, ...], *tensors: Tensor | None
+    ) -> Any:
+        q, k, v, bias_tensors, spec, scale, head_scale, key_mask, start, starts, flags = arguments
+        out, lse = call(*arguments)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(lse)
+        ctx.save_for_backward(q, k, v, out, lse, head_scale, key_mask, starts, *bias_tensors)
+        ctx.numbers = (spec, scale, start, flags)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> Any:
+        wanted = ctx.needs_input_grad[2:]
+        if dout is None or not any(wanted):
+            return (None, None, *(None for _ in wanted))
+        q, k, v, out, lse, head_scale, key_mask, starts, *bias_tensors = ctx.saved_tensors
+        spec, scale, start, flags = ctx.numbers
+        found = iter(
+            without_autocast(
+                q.device, attention_backward_op,
+                dout, q, k, v, out, lse, bias_tensors, spec, scale, head_scale, key_mask, start,
+                starts, flags, wanted,
+            )
+        )  # fmt: skip
+        return (None, None, *(next(found) if want else None for want in wanted))
 
 
-def _backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
-    needs = ctx.needs_input_grad
-    wanted = [*needs[:3], needs[6], *needs[3]]
-    rest = (None,) * 6
-    if dout is None or not any(wanted):
-        return (None, None, None, [None] * len(needs[3]), None, None, None, *rest)
-    q, k, v, out, lse, head_scale, key_mask, starts, *bias_tensors = ctx.saved_tensors
-    spec, scale, start, causal, cosine, deterministic = ctx.numbers
-    found = iter(
-        without_autocast(
-            q.device, attention_backward_op,
-            dout, q, k, v, out, lse, bias_tensors, spec, scale, head_scale, key_mask, start,
-            starts, causal, cosine, deterministic, wanted,
-        )
-    )  # fmt: skip
-    each = [next(found) if want else None for want in wanted]
-    return (*each[:3], each[4:], None, None, each[3], *rest)
+def _record(call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    q, k, v, bias_tensors, _, _, head_scale, *_ = arguments
+    return _Differentiable.apply(call, arguments, q, k, v, head_scale, *bias_tensors)
 
 
-def _no_second_backward(ctx: Any, *_: Any) -> None:
-    raise RuntimeError(
+#: the operators
+attention_training_op = register("attention_training", _attention, _without_values, _record)
+attention_backward_op = register(
+    "attention_backward",
+    _backward,
+    _backward_without_values,
+    refuse_gradients(
         "flashbias_convert's attention kernel has no second derivative: "
         "use backend='eager' or 'sdpa' where gradients of gradients are needed"
-    )
-
-
-attention_training_op.register_autograd(_backward, setup_context=_keep)
-attention_backward_op.register_autograd(_no_second_backward)
+    ),
+)

@@ -21,7 +21,7 @@ from .backward_pairs import pair_gradients
 from .backward_rows import key_gradients, query_gradients
 from .launch_plan import on_device
 from .normalize import normalize_rows
-from .packing import parse_spec
+from .packing import GroupSpec, parse_spec
 from .strides import TAILS, batch_entry, padded
 from .training_packing import factor_gradients, rounded
 
@@ -109,8 +109,9 @@ def _call_tensors(saved: Saved, dout: Tensor, found: dict[str, Tensor]) -> dict[
     tensors = {"q": q, "k": k, "v": saved.v, "do": dout, "lse": saved.lse}
     if saved.cosine:
         tensors |= {"q": normalize_rows(q), "k": normalize_rows(k), "raw_q": q, "raw_k": k}
+    mask = saved.key_mask
     optional = {
-        "key_mask": saved.key_mask,
+        "key_mask": None if mask is None else mask.view(torch.uint8),
         "starts": saved.query_starts,
         "scale": saved.head_scale,
         "dq": found.get("q"),
@@ -146,7 +147,6 @@ def _place(total: Tensor, part: Tensor, heads: Tensor | None) -> None:
 
 def _row_sums(tensors: dict[str, Tensor]) -> None:
     """delta[i] = sum(out[i] * dout[i]); `q` stands for the output, whose shape it has."""
-    from .packing import GroupSpec
     from .triton_backward import delta_kernel
 
     out = tensors["q"]

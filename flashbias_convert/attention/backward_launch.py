@@ -69,6 +69,11 @@ class GroupCall:
         """How its tensors lie in memory, see `layout_number`."""
         return layout_number(self.tensors)
 
+    @cached_property
+    def aligned(self) -> bool:
+        """Whether rows that are read and written whole all start at multiples of a vector."""
+        return all(aligned(self.tensors[name]) for name in ROWS if name in self.tensors)
+
     @property
     def batch(self) -> tuple[int, ...]:
         """Batch dimensions of the call."""
@@ -244,7 +249,7 @@ def kernel_constants(call: GroupCall, settings: LaunchSettings) -> dict[str, Any
         "BLOCK_D": padded(d),
         "BLOCK_DV": padded(dv),
         "COLUMNS": call.spec.columns,
-        "ALIGNED": all(aligned(call.tensors[name]) for name in ROWS if name in call.tensors),
+        "ALIGNED": call.aligned,
         "CAUSAL": call.causal,
         "SYMMETRIC": call.spec.symmetric,
         "NATURAL": not call.half(),

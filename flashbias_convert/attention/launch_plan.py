@@ -17,6 +17,7 @@ from .strides import VECTOR_BYTES
 
 #: How many plans to keep of a kind; a model has a few dozen.
 MAX_PLANS = 4096
+_AS_IT_IS = nullcontext()
 
 
 class LaunchPlan:
@@ -94,4 +95,4 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Make the tensors' own device the current one: Triton launches on that."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         return torch.cuda.device(device)
-    return nullcontext()
+    return _AS_IT_IS

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import UnsupportedTermError, UsageError
 from ..terms import LowRank, ScoreBias
 from .arguments import AttentionArguments, check_arguments
+from .autograd import attention_training_op
 from .backends import (
     BACKENDS,
     call_problem,
@@ -20,11 +21,13 @@ from .backends import (
 )
 from .bounds import LARGEST_BOUND
 from .eager import eager_attention
+from .flags import flags_of
 from .multiplicative import check_score_scale, repeat_channels
 from .packing import NO_BIAS, pack
 from .positions import place_queries
 from .precision import without_autocast
 from .prepared import PreparedBias
+from .registration import attention_op
 from .sdpa import sdpa_attention
 from .training_packing import pack_for_training
 
@@ -160,8 +163,6 @@ def triton_attention(
     score_bound: float | None = None,
 ) -> Tensor:
     """Attention by the Triton kernel, whose limits have been checked."""
-    from .registration import attention_op
-
     start = args.query_start
     number, head_scale = _scales(q, args)
     half = q.dtype != torch.float32
@@ -173,6 +174,7 @@ def triton_attention(
         packed = pack(placed, half=half, scale=fold)
     else:
         packed = bias.packed(half, fold)
+    bounded = _is_bounded(score_bound, v.dtype, args.key_mask)
     return attention_op(
         q,
         k,
@@ -181,12 +183,10 @@ def triton_attention(
         packed.spec,
         1.0 if number is None else number,
         head_scale,
-        None if args.key_mask is None else args.key_mask.view(torch.uint8),
+        args.key_mask,
         0 if isinstance(start, Tensor) else start,
         start.to(q.device, torch.int32) if isinstance(start, Tensor) else None,
-        args.causal,
-        args.cosine,
-        _is_bounded(score_bound, v.dtype, args.key_mask),
+        flags_of(causal=args.causal, cosine=args.cosine, bounded=bounded),
         None if args.gate is None else args.gate.expand(*q.shape[:-1], v.shape[-1]),
     )
 
@@ -200,8 +200,6 @@ def training_attention(
     deterministic: bool = True,
 ) -> Tensor:
     """Attention by the Triton kernels that have a backward pass, whose limits have been checked."""
-    from .autograd import attention_training_op
-
     start = args.query_start
     number, head_scale = _scales(q, args)
     half = q.dtype != torch.float32
@@ -219,12 +217,10 @@ def training_attention(
         packed.spec,
         1.0 if number is None else number,
         head_scale,
-        None if args.key_mask is None else args.key_mask.view(torch.uint8),
+        args.key_mask,
         0 if isinstance(start, Tensor) else start,
         start.to(q.device, torch.int32) if isinstance(start, Tensor) else None,
-        args.causal,
-        args.cosine,
-        deterministic,
+        flags_of(causal=args.causal, cosine=args.cosine, deterministic=deterministic),
     )
     return out
 

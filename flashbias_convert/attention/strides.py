@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -126,8 +127,13 @@ def vector_rows(tensor: Tensor) -> bool:
     Triton sees only whether a stride in elements is a multiple of 16. In a packed projection with
     a head size of 40 or 72 that is true of rows but not of heads, and it would read single numbers.
     """
-    *outer, last = tensor.stride()
-    return last == 1 and all(s * tensor.element_size() % VECTOR_BYTES == 0 for s in outer)
+    return _whole_vectors(tensor.stride(), tensor.element_size())
+
+
+@lru_cache(maxsize=4096)
+def _whole_vectors(strides: tuple[int, ...], size: int) -> bool:
+    *outer, last = strides
+    return last == 1 and all(s * size % VECTOR_BYTES == 0 for s in outer)
 
 
 def reach(tensor: Tensor) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ def _narrow_heads(shape: LaunchShape, width: int) -> LaunchSettings:
     return LaunchSettings(64, 64, 4, 3, 96)
 
 
+@lru_cache(maxsize=4096)
 def backward_settings(
     kernel: str, *, m: int, d: int, dv: int, columns: int, half: bool
 ) -> LaunchSettings:

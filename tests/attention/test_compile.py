@@ -8,6 +8,7 @@ from torch import nn
 
 from flashbias_convert import LowRank, RelativeTable
 from flashbias_convert.attention import PreparedBias, flashbias_attention
+from flashbias_convert.attention.flags import CAUSAL, COSINE, DETERMINISTIC
 from flashbias_convert.attention.packing import pack
 
 from .cases import Inputs
@@ -86,7 +87,7 @@ def test_registration(contiguous: bool, kernel: str, device: torch.device) -> No
     if not contiguous:
         q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
     packed = pack(x.bias(x.low_rank(), x.table()), half=False)
-    numbers = (0.25, None, None, 0, None, False, False, False)
+    numbers = (0.25, None, None, 0, None, 0)
     arguments = (q, k, v, packed.tensors, packed.spec, *numbers)
     torch.library.opcheck(attention_op, arguments, test_utils=("test_schema", "test_faketensor"))
 
@@ -103,7 +104,8 @@ def test_registration_with_gradients(kernel: str, device: torch.device) -> None:
     tensors = [t.requires_grad_() if t.is_floating_point() else t for t in packed.tensors]
     head_scale = torch.ones(2, device=device, requires_grad=True)
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    numbers = (1.0, head_scale, None, 0, None, True, True, True)
+    flags = CAUSAL | COSINE | DETERMINISTIC
+    numbers = (1.0, head_scale, None, 0, None, flags)
     arguments = (*leaves, tensors, packed.spec, *numbers)
     torch.library.opcheck(attention_training_op, arguments, test_utils=TRAINING_CHECKS)
 
@@ -115,7 +117,22 @@ TRAINING_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor
 
 def test_training_is_traced_whole(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Forward and backward are one graph each, packing and its gradients included. No card."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
     from flashbias_convert.attention import autograd, backends
+
+    called: dict[str, list[str]] = {}
+
+    def note(name: str, graph: torch.fx.GraphModule) -> object:
+        found = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        called[name] = [each for each in found if each.startswith("flashbias_convert.")]
+        return make_boxed_func(graph.forward)
+
+    compiler = aot_autograd(
+        fw_compiler=lambda graph, _: note("forward", graph),
+        bw_compiler=lambda graph, _: note("backward", graph),
+    )
 
     def gradients(saved: object, dout: torch.Tensor, wanted: list[bool]) -> object:
         assert wanted[:4] == [True, False, False, False]
@@ -135,9 +152,13 @@ def test_training_is_traced_whole(monkeypatch: pytest.MonkeyPatch, device: torch
         return flashbias_attention(q, k, values, x.bias(*terms), causal=True, backend="triton")
 
     q = x.q.requires_grad_()
-    out = torch.compile(call, fullgraph=True, backend="aot_eager")(q, x.k, x.v)
+    out = torch.compile(call, fullgraph=True, backend=compiler)(q, x.k, x.v)
     assert (out == 7).all()
     out.sum().backward()
+    assert called == {
+        "forward": ["flashbias_convert.attention_training.default"],
+        "backward": ["flashbias_convert.attention_backward.default"],
+    }
     assert all((t.grad == value).all() for t, value in ((q, 2), (phi_q, 6), (phi_k, 3), (table, 3)))
 
 
