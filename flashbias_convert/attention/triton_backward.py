@@ -144,7 +144,7 @@ def query_gradients_kernel(
             if COLUMNS > 0:
                 phi_k = rows_of(t.phi_k, b, g, safe_keys, in_keys, COLUMNS, COLUMNS)
             x = scores(qk, phi_q, phi_k, scale, size, COLUMNS, NATURAL)
-            x = add_terms(x, t, b, g, i, j, start, region_value, SYMMETRIC)
+            x = add_terms(x, t, b, g, i, j, keys[None, :], start, region_value, M, SYMMETRIC)
             x = hide(x, c, b, rows[:, None], keys[None, :], j, start, M, CAUSAL)
             p = weights(x, level[:, None], share[:, None])
             dp = tl.dot(do, tl.trans(v), input_precision="ieee")
@@ -165,7 +165,7 @@ def query_gradients_kernel(
             if out.region_rows is not None:
                 d_region += tl.sum(ds * region_tile(t, b, i, j, region_value), 1)
             if out.dense_rows is not None:
-                d_dense += tl.sum(ds * dense_tile(t, b, g, i, j), 1)
+                d_dense += tl.sum(ds * dense_tile(t, b, g, i, keys[None, :], M), 1)
             if out.lookup_rows is not None:
                 d_lookup += tl.sum(ds * lookup_tile(t, b, g, i, j), 1)
             if out.diagonal is not None:

@@ -111,7 +111,7 @@ def walk_keys(
             if COLUMNS > 0:
                 phi_q = rows_of(t.phi_q, b, g, safe_rows, inside, COLUMNS, COLUMNS)
             x = scores(qk, phi_k, phi_q, scale, size, COLUMNS, NATURAL)
-            x = add_terms(x, t, b, g, i, j, start, region_value, SYMMETRIC)
+            x = add_terms(x, t, b, g, i, j, keys[:, None], start, region_value, M, SYMMETRIC)
             x = hide(x, c, b, rows[None, :], keys[:, None], j, start, M, CAUSAL)
             p = weights(x, level[None, :], share[None, :])
             d_v = tl.dot(p.to(GRAD), do, d_v, input_precision="ieee")

@@ -71,7 +71,7 @@ def pair_gradients_kernel(
             phi_q = rows_of(t.phi_q, b, g, safe_rows, inside, COLUMNS, COLUMNS)
             phi_k = rows_of(t.phi_k, b, g, safe_keys, in_keys, COLUMNS, COLUMNS)
         x = scores(x, phi_q, phi_k, scale, size, COLUMNS, NATURAL)
-        x = add_terms(x, t, b, g, i, j, start, region_value, SYMMETRIC)
+        x = add_terms(x, t, b, g, i, j, keys[None, :], start, region_value, M, SYMMETRIC)
         x = hide(x, c, b, rows[:, None], keys[None, :], j, start, M, CAUSAL)
         level, share, delta = row_sums(c, b, h, safe_rows, inside)
         p = weights(x, level[:, None], share[:, None])

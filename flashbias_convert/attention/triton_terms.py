@@ -1,7 +1,7 @@
 """Device functions of the backward kernels: one tile of each kind of term.
 
-Indices `i` of rows and `j` of keys are as in `triton_tiles`. A term's tile comes without its row
-scale.
+Indices `i` of rows and `j` of keys are as in `triton_tiles`; `keys` may lie past the end, too. A
+term's tile comes without its row scale.
 """
 
 # mypy: ignore-errors
@@ -55,9 +55,11 @@ def region_tile(t, b, i, j, value):
 
 
 @triton.jit
-def dense_tile(t, b, g, i, j):
-    where = i * t.dense.strides[4] + j * t.dense.strides[5]
-    return tl.load(head(t.dense, b, g) + where).to(tl.float32)
+def dense_tile(t, b, g, i, keys, M):
+    # not at valid keys only, as all else: of those the compiler does not know that they follow one
+    # another, and it would read numbers one by one
+    where = i * t.dense.strides[4] + keys.to(tl.int64) * t.dense.strides[5]
+    return tl.load(head(t.dense, b, g) + where, mask=keys < M, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -74,7 +76,7 @@ def axial_tile(t, b, g, i, j):
 
 
 @triton.jit
-def add_terms(x, t, b, g, i, j, start, region_value, SYMMETRIC: tl.constexpr):
+def add_terms(x, t, b, g, i, j, keys, start, region_value, M, SYMMETRIC: tl.constexpr):
     """Scores plus every term that is added element by element."""
     if t.key_bias is not None:
         x += gate(key_tile(t, b, g, j), t.key_bias_rows, b, g, i)
@@ -85,7 +87,7 @@ def add_terms(x, t, b, g, i, j, start, region_value, SYMMETRIC: tl.constexpr):
     if t.ids is not None:
         x += gate(region_tile(t, b, i, j, region_value), t.region_rows, b, g, i)
     if t.dense is not None:
-        x += gate(dense_tile(t, b, g, i, j), t.dense_rows, b, g, i)
+        x += gate(dense_tile(t, b, g, i, keys, M), t.dense_rows, b, g, i)
     if t.diagonal is not None:
         own = tl.load(head(t.diagonal, b, g) + i * t.diagonal.strides[4])
         x += tl.where(j == start + i, own, 0.0)
