@@ -11,6 +11,7 @@ so that a second kernel needs q, k and v of those cells alone, and the log-sum-e
 # mypy: ignore-errors
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 #: queries of a program
 BLOCK = 32
+LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,18 @@ class Cells:
 def corrected(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cells: Cells, scale: float
 ) -> Tensor:
-    """In torch; q, k, v, out (1, H, N, D), lse (1, H, N, 2) as `attention_training` gives it."""
+    """In torch; q, k, v, out (1, H, N, D), lse as `attention_training` gives it.
+
+    That is (1, H, N, 2) in fp32, what was subtracted and the inverse of the sum, and (1, H, N, 1)
+    in half precision, both in one logarithm to base 2.
+    """
     at = cells.index.long()
     near = k[0][:, at].float()  # (H, N, K, D)
     scores = torch.einsum("hnd,hnkd->hnk", q[0].float(), near) * scale + cells.low
-    weights = (scores - lse[0, ..., :1]).exp() * lse[0, ..., 1:] * cells.sparse.expm1()
+    if lse.shape[-1] == 1:
+        weights = (scores * LOG2E - lse[0]).exp2() * cells.sparse.expm1()
+    else:
+        weights = (scores - lse[0, ..., :1]).exp() * lse[0, ..., 1:] * cells.sparse.expm1()
     added = torch.einsum("hnk,hnkd->hnd", weights, v[0][:, at].float())
     total = 1 + weights.sum(-1, keepdim=True)
     return ((out[0].float() + added) / total).to(out.dtype)[None]
@@ -60,7 +69,7 @@ def corrected_by_kernel(
     _correct[grid](
         q, k, v, out, lse, cells.index, cells.low, cells.sparse, made, scale, n, k.shape[-2],
         out.stride(1), out.stride(2),
-        D=d, K=cells.index.shape[-1], BLOCK_N=BLOCK,
+        D=d, K=cells.index.shape[-1], BLOCK_N=BLOCK, NUMBERS=lse.shape[-1], TO_BASE_2=LOG2E,
     )  # fmt: skip
     return made
 
@@ -69,6 +78,7 @@ def corrected_by_kernel(
 def _correct(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, index_ptr, low_ptr, sparse_ptr, made_ptr,
     scale, n, m, out_head, out_row, D: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
+    NUMBERS: tl.constexpr, TO_BASE_2: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -78,8 +88,10 @@ def _correct(
     q = tl.load(q_ptr + flat, inside[:, None], 0.0).to(tl.float32) * scale
     own = (head * out_head + rows.to(tl.int64) * out_row)[:, None] + column[None, :]
     acc = tl.load(out_ptr + own, inside[:, None], 0.0).to(tl.float32)
-    shift = tl.load(lse_ptr + (head * n + rows) * 2, inside, 0.0)
-    share = tl.load(lse_ptr + (head * n + rows) * 2 + 1, inside, 0.0)
+    lse_ptr += (head * n + rows) * NUMBERS
+    shift = tl.load(lse_ptr, inside, 0.0)
+    if NUMBERS == 2:
+        share = tl.load(lse_ptr + 1, inside, 0.0)
     total = tl.full([BLOCK_N], 1.0, tl.float32)
     for j in range(K):
         key = tl.load(index_ptr + rows * K + j, inside, 0).to(tl.int64)
@@ -90,7 +102,11 @@ def _correct(
         k = tl.load(k_ptr + near, inside[:, None], 0.0).to(tl.float32)
         v = tl.load(v_ptr + near, inside[:, None], 0.0).to(tl.float32)
         score = tl.sum(q * k, 1) + low
-        weight = tl.exp(score - shift) * share * (tl.exp(sparse) - 1.0)
+        if NUMBERS == 2:
+            weight = tl.exp(score - shift) * share
+        else:
+            weight = tl.exp2(score * TO_BASE_2 - shift)
+        weight *= tl.exp(sparse) - 1.0
         acc += weight[:, None] * v
         total += weight
     acc = acc / total[:, None]

@@ -67,7 +67,9 @@ def _without_values(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor
 
 
 def _empty_rows(q: Tensor) -> Tensor:
-    return q.new_empty((*q.shape[:-1], 2), dtype=torch.float32)
+    """For what the forward kernel leaves of a row: two numbers in fp32, one in half precision."""
+    numbers = 2 if q.dtype == torch.float32 else 1
+    return q.new_empty((*q.shape[:-1], numbers), dtype=torch.float32)
 
 
 def _backward(

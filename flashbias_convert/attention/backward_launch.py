@@ -35,6 +35,8 @@ from .tuning import LaunchSettings, backward_settings
 ENOUGH_PROGRAMS = 1024
 
 
+#: Terms that are added to scores element by element, by a tensor that each has.
+ADDED = frozenset({"key_bias", "slopes", "table", "ids", "dense", "diagonal", "lookup", "rel_h"})
 #: Tensors that are read and written in whole rows.
 ROWS = ("q", "k", "v", "do", "raw_q", "raw_k", "dq", "dk", "dv")
 
@@ -242,7 +244,7 @@ def kernel_arguments(call: GroupCall, shares: Shares, out: Any) -> tuple[Any, ..
 
 def kernel_constants(call: GroupCall, settings: LaunchSettings) -> dict[str, Any]:
     """The compile-time arguments that all backward kernels have."""
-    _, _, d, dv = call.sizes()
+    _, m, d, dv = call.sizes()
     return {
         "D": d,
         "DV": dv,
@@ -253,6 +255,8 @@ def kernel_constants(call: GroupCall, settings: LaunchSettings) -> dict[str, Any
         "CAUSAL": call.causal,
         "SYMMETRIC": call.spec.symmetric,
         "NATURAL": not call.half(),
+        "ADDED": not ADDED.isdisjoint(call.tensors),
+        "WHOLE": m % settings.block_n == 0,
         "BM": settings.block_m,
         "BN": settings.block_n,
     }

@@ -37,6 +37,7 @@ from .triton_tiles import (
     store_rows,
     store_shared,
     through_length,
+    unit_of,
     weights,
 )
 
@@ -85,7 +86,7 @@ def query_gradients_kernel(
     COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     BLOCK_KH: tl.constexpr, BLOCK_KW: tl.constexpr,
     CAUSAL: tl.constexpr, COSINE: tl.constexpr, SYMMETRIC: tl.constexpr, NATURAL: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    ADDED: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dq, and the gradients of what belongs to queries; a program has one block of queries."""
     blocks = tl.cdiv(N, BM)
@@ -99,6 +100,7 @@ def query_gradients_kernel(
         h = tl.load(t.heads + g)
     h_kv = h // kv_group
     scale, size = parts_of_scale(c, scale, h)
+    unit = unit_of(scale, size, COLUMNS, NATURAL)
     GRAD: tl.constexpr = c.do.ptr.dtype.element_ty
 
     rows = first + tl.arange(0, BM)
@@ -124,7 +126,7 @@ def query_gradients_kernel(
         start = first_key(c, b, query_start)
         q = rows_of(c.q, b, h, safe_rows, inside, D, BLOCK_D, ALIGNED)
         do = rows_of(c.do, b, h, safe_rows, inside, DV, BLOCK_DV, ALIGNED)
-        level, share, delta = row_sums(c, b, h, safe_rows, inside)
+        level, share, delta = row_sums(c, b, h, safe_rows, inside, NATURAL)
         phi_q = 0.0
         if COLUMNS > 0:
             phi_q = rows_of(t.phi_q, b, g, safe_rows, inside, COLUMNS, COLUMNS)
@@ -144,9 +146,12 @@ def query_gradients_kernel(
             if COLUMNS > 0:
                 phi_k = rows_of(t.phi_k, b, g, safe_keys, in_keys, COLUMNS, COLUMNS)
             x = scores(qk, phi_q, phi_k, scale, size, COLUMNS, NATURAL)
-            x = add_terms(x, t, b, g, i, j, keys[None, :], start, region_value, M, SYMMETRIC)
-            x = hide(x, c, b, rows[:, None], keys[None, :], j, start, M, CAUSAL)
-            p = weights(x, level[:, None], share[:, None])
+            if ADDED:
+                x = add_terms(
+                    x * unit, t, b, g, i, j, keys[None, :], start, region_value, M, SYMMETRIC
+                )
+            p = weights(x, 1.0 if ADDED else unit, level[:, None], share[:, None], NATURAL)
+            p = hide(p, c, b, rows[:, None], keys[None, :], j, start, M, WHOLE, CAUSAL)
             dp = tl.dot(do, tl.trans(v), input_precision="ieee")
             ds = p * (dp - delta[:, None])
 

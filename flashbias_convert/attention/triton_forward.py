@@ -466,13 +466,13 @@ def attention_kernel(
                     new_top = tl.maximum(top, tl.max(x, 1))
                     # where nothing is visible yet, -inf - -inf would be NaN
                     level = tl.where(new_top == float("-inf"), 0.0, new_top)
-                    p = _weights(x, level, to_exp2, lse_ptr is not None)
-                    shrink = _weights(top, level, to_exp2, lse_ptr is not None)
+                    p = _weights(x, level, to_exp2, NATURAL and lse_ptr is not None)
+                    shrink = _weights(top, level, to_exp2, NATURAL and lse_ptr is not None)
                     total = total * shrink + tl.sum(p, 1)
                     acc = acc * shrink[:, None]
                     top = new_top
                 else:
-                    p = _weights(x, top, to_exp2, lse_ptr is not None)
+                    p = _weights(x, top, to_exp2, NATURAL and lse_ptr is not None)
                     total += tl.sum(p, 1)
                 v = _tile(
                     v_ptrs + far * v_strides[4],
@@ -529,9 +529,11 @@ def attention_kernel(
             mask=in_rows[:, None] & (offs_dv[None, :] < DV),
         )
     if lse_ptr is not None:
-        # for the backward pass, in natural units: what was subtracted before exponentials were
-        # taken, and one by their sum. Scores are those of the formula, what is constant along a
-        # row included. A row that sees nothing has zero, and so have weights computed from it.
+        # For the backward pass. In fp32 two numbers of each row, in natural units: what was
+        # subtracted before exponentials were taken, and one by their sum; in half precision the
+        # logarithm of that sum to base 2, with what was subtracted. Scores are those of the
+        # formula, what is constant along a row included. Weights computed from what is written for
+        # a row that sees nothing are zero.
         level = tl.zeros([BM], tl.float32)
         if not BOUNDED:
             level = tl.where(total == 0.0, 0.0, top) * (1.0 if NATURAL else size)
@@ -539,6 +541,11 @@ def attention_kernel(
             level -= slope * position
         lse_ptr = _at(lse_ptr, lse_strides, b0, b1, b2) + h.to(tl.int64) * lse_strides[3]
         lse_ptr = lse_ptr + safe_m * lse_strides[4]
-        tl.store(lse_ptr, level, mask=in_rows)
-        share = tl.where(total == 0.0, 0.0, 1.0 / tl.where(total == 0.0, 1.0, total))
-        tl.store(lse_ptr + lse_strides[5], share, mask=in_rows)
+        some = tl.where(total == 0.0, 1.0, total)
+        if NATURAL:
+            tl.store(lse_ptr, level, mask=in_rows)
+            share = tl.where(total == 0.0, 0.0, 1.0 / some)
+            tl.store(lse_ptr + lse_strides[5], share, mask=in_rows)
+        else:
+            level = tl.where(total == 0.0, float("inf"), level * LOG2E + tl.log2(some))
+            tl.store(lse_ptr, level, mask=in_rows)

@@ -26,6 +26,7 @@ from .triton_tiles import (
     store_rows,
     store_shared,
     through_length,
+    unit_of,
     weights,
 )
 
@@ -55,7 +56,7 @@ def walk_keys(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, ALIGNED_SUMS: tl.constexpr,
     CAUSAL: tl.constexpr, COSINE: tl.constexpr, SYMMETRIC: tl.constexpr, NATURAL: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    ADDED: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A program has one block of keys and walks over queries.
 
@@ -72,6 +73,7 @@ def walk_keys(
         h = tl.load(t.heads + g)
     h_kv = h // kv_group
     scale, size = parts_of_scale(c, scale, h)
+    unit = unit_of(scale, size, COLUMNS, NATURAL)
     GRAD: tl.constexpr = c.do.ptr.dtype.element_ty
 
     keys = first + tl.arange(0, BN)
@@ -105,15 +107,18 @@ def walk_keys(
             i = safe_rows[None, :]
             q = rows_of(c.q, b, h, safe_rows, inside, D, BLOCK_D, ALIGNED)
             do = rows_of(c.do, b, h, safe_rows, inside, DV, BLOCK_DV, ALIGNED)
-            level, share, delta = row_sums(c, b, h, safe_rows, inside)
+            level, share, delta = row_sums(c, b, h, safe_rows, inside, NATURAL)
             qk = tl.dot(k, tl.trans(q), input_precision="ieee")
             phi_q = 0.0
             if COLUMNS > 0:
                 phi_q = rows_of(t.phi_q, b, g, safe_rows, inside, COLUMNS, COLUMNS)
             x = scores(qk, phi_k, phi_q, scale, size, COLUMNS, NATURAL)
-            x = add_terms(x, t, b, g, i, j, keys[:, None], start, region_value, M, SYMMETRIC)
-            x = hide(x, c, b, rows[None, :], keys[:, None], j, start, M, CAUSAL)
-            p = weights(x, level[None, :], share[None, :])
+            if ADDED:
+                x = add_terms(
+                    x * unit, t, b, g, i, j, keys[:, None], start, region_value, M, SYMMETRIC
+                )
+            p = weights(x, 1.0 if ADDED else unit, level[None, :], share[None, :], NATURAL)
+            p = hide(p, c, b, rows[None, :], keys[:, None], j, start, M, WHOLE, CAUSAL)
             d_v = tl.dot(p.to(GRAD), do, d_v, input_precision="ieee")
             dp = tl.dot(v, tl.trans(do), input_precision="ieee")
             ds = p * (dp - delta[None, :])
@@ -165,11 +170,11 @@ def key_gradients_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
     CAUSAL: tl.constexpr, COSINE: tl.constexpr, SYMMETRIC: tl.constexpr, NATURAL: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    ADDED: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dk and dv by query head, and the gradients of what belongs to keys."""
     walk_keys(
         c, t, out, entries, scale, query_start, region_value, G, kv_group, N, M,
         D, DV, BLOCK_D, BLOCK_DV, COLUMNS, ALIGNED, False,
-        CAUSAL, COSINE, SYMMETRIC, NATURAL, BM, BN,
+        CAUSAL, COSINE, SYMMETRIC, NATURAL, ADDED, WHOLE, BM, BN,
     )  # fmt: skip

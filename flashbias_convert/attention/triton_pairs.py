@@ -20,6 +20,7 @@ from .triton_tiles import (
     row_sums,
     rows_of,
     scores,
+    unit_of,
     weights,
 )
 
@@ -31,7 +32,7 @@ def pair_gradients_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
     CAUSAL: tl.constexpr, SYMMETRIC: tl.constexpr, NATURAL: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    ADDED: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Gradients of scores times `gate_rows`, fp32, (splits, kept entries, G, ROWS, M).
 
@@ -50,6 +51,7 @@ def pair_gradients_kernel(
         h = tl.load(t.heads + g)
     h_kv = h // kv_group
     scale, size = parts_of_scale(c, scale, h)
+    unit = unit_of(scale, size, COLUMNS, NATURAL)
 
     rows = first_row + own_rows
     inside = (own_rows < ROWS) & (rows < N)
@@ -71,10 +73,11 @@ def pair_gradients_kernel(
             phi_q = rows_of(t.phi_q, b, g, safe_rows, inside, COLUMNS, COLUMNS)
             phi_k = rows_of(t.phi_k, b, g, safe_keys, in_keys, COLUMNS, COLUMNS)
         x = scores(x, phi_q, phi_k, scale, size, COLUMNS, NATURAL)
-        x = add_terms(x, t, b, g, i, j, keys[None, :], start, region_value, M, SYMMETRIC)
-        x = hide(x, c, b, rows[:, None], keys[None, :], j, start, M, CAUSAL)
-        level, share, delta = row_sums(c, b, h, safe_rows, inside)
-        p = weights(x, level[:, None], share[:, None])
+        if ADDED:
+            x = add_terms(x * unit, t, b, g, i, j, keys[None, :], start, region_value, M, SYMMETRIC)
+        level, share, delta = row_sums(c, b, h, safe_rows, inside, NATURAL)
+        p = weights(x, 1.0 if ADDED else unit, level[:, None], share[:, None], NATURAL)
+        p = hide(p, c, b, rows[:, None], keys[None, :], j, start, M, WHOLE, CAUSAL)
         do = rows_of(c.do, b, h, safe_rows, inside, DV, BLOCK_DV, ALIGNED)
         v = rows_of(c.v, b, h_kv, safe_keys, in_keys, DV, BLOCK_DV, ALIGNED)
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")

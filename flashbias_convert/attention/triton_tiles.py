@@ -187,45 +187,66 @@ def parts_of_scale(c, scale, h):
 
 @triton.jit
 def scores(qk, left, right, scale, size, COLUMNS: tl.constexpr, NATURAL: tl.constexpr):
-    """scale * q k + phi_q phi_k, summed in the order of the forward pass.
+    """scale * q k + phi_q phi_k, in units of `unit_of`, summed in the order of the forward pass.
 
     In fp32 factors are not divided by the scale's size.
     """
     if COLUMNS == 0:
-        return qk * scale
+        return qk
     elif NATURAL:
         return tl.dot(left, tl.trans(right), qk * scale, input_precision="ieee")
     else:
-        return tl.dot(left, tl.trans(right), qk * (scale / size), input_precision="ieee") * size
+        return tl.dot(left, tl.trans(right), qk * (scale / size), input_precision="ieee")
 
 
 @triton.jit
-def hide(x, c, b, rows, keys, j, start, M, CAUSAL: tl.constexpr):
-    """Minus infinity where a query must not attend. Rows beyond the end need no mask: they are
-    read with an infinite log-sum-exp."""
-    x = tl.where(keys < M, x, float("-inf"))
+def unit_of(scale, size, COLUMNS: tl.constexpr, NATURAL: tl.constexpr):
+    """What `scores` are multiples of: where no other term is added, a multiplication less."""
+    if COLUMNS == 0:
+        return scale
+    elif NATURAL:
+        return 1.0
+    else:
+        return size
+
+
+@triton.jit
+def hide(
+    p, c, b, rows, keys, j, start, M,
+    WHOLE: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Weights, or zero where a query must not attend. Rows beyond the end need no mask: they are
+    read with an infinite level. WHOLE says that tiles divide the keys."""
+    if not WHOLE:
+        p = tl.where(keys < M, p, 0.0)
     if CAUSAL:
-        x = tl.where(keys <= start + rows, x, float("-inf"))
+        p = tl.where(keys <= start + rows, p, 0.0)
     if c.key_mask is not None:
         visible = tl.load(at(c.key_mask, b) + j * c.key_mask.strides[3])
-        x = tl.where(visible != 0, x, float("-inf"))
-    return x
+        p = tl.where(visible != 0, p, 0.0)
+    return p
 
 
 @triton.jit
-def row_sums(c, b, h, rows, inside):
+def row_sums(c, b, h, rows, inside, NATURAL: tl.constexpr):
     """Level and share of some rows, see `weights`, and delta."""
     at_rows = head(c.lse, b, h) + rows * c.lse.strides[4]
     level = tl.load(at_rows, mask=inside, other=float("inf"))
-    share = tl.load(at_rows + c.lse.strides[5], mask=inside, other=0.0)
+    share = level
+    if NATURAL:
+        share = tl.load(at_rows + c.lse.strides[5], mask=inside, other=0.0)
     delta = tl.load(head(c.delta, b, h) + rows * c.delta.strides[4], mask=inside, other=0.0)
     return level, share, delta
 
 
 @triton.jit
-def weights(x, level, share):
-    """Softmax again, from the same differences as in the forward pass."""
-    return tl.exp2((x - level) * LOG2E) * share
+def weights(x, unit, level, share, NATURAL: tl.constexpr):
+    """Softmax again: in fp32 from the same differences as in the forward pass, in half precision
+    from levels to base 2 that hold the sum of the row."""
+    if NATURAL:
+        return tl.exp2((x * unit - level) * LOG2E) * share
+    else:
+        return tl.exp2(x * (unit * LOG2E) - level)
 
 
 @triton.jit
