@@ -55,8 +55,14 @@ def balance_step(phi_q: Tensor, phi_k: Tensor) -> Tensor:
         1 / LARGEST_QUOTIENT, LARGEST_QUOTIENT
     )
     ratio = ratio.where(usable, 1.0)
-    wide = ratio.double() if ratio.device.type in WIDE_DEVICES else ratio
-    return torch.exp2(torch.round(0.5 * wide.log2())).to(ratio.dtype)
+    if ratio.device.type not in WIDE_DEVICES:
+        return torch.exp2(torch.round(0.5 * ratio.log2()))
+    power = ratio.double().log2()
+    # of powers of two, which lie half-way, not every device gives the logarithm exactly; those of
+    # other quotients are no nearer to a whole number than 2**-24
+    whole = power.round()
+    power = whole.where((power - whole).abs() < 2.0**-30, power)
+    return torch.exp2(torch.round(0.5 * power)).to(ratio.dtype)
 
 
 def column_tops(phi_q: Tensor, phi_k: Tensor) -> tuple[Tensor, Tensor]:
