@@ -74,9 +74,9 @@ def test_what_follows_a_matrix_is_not_read(kernel: str, device: torch.device) ->
 
 def test_a_bias_that_moves(kernel: str, device: torch.device) -> None:
     """The launch is planned once; tensors of later calls lie elsewhere, aligned or not."""
-    x = Inputs(device, torch.float16, n=70, m=88, heads=2)
-    room = torch.zeros(8 + 2 * 70 * 88, dtype=torch.float16, device=device)
+    x = Inputs(device, torch.float16, n=70, m=96, heads=2)
+    room = torch.zeros(8 + 2 * 70 * 96, dtype=torch.float16, device=device)
     for offset in (0, 8, 3, 0):
-        values = x.normal(2, 70, 88).half()
+        values = x.normal(2, 70, 96).half()
         own = room[offset : offset + values.numel()].view_as(values).copy_(values)
         check(x, x.bias(Dense(bias=own)), kernel)
