@@ -28,6 +28,7 @@ LAYOUTS: dict[str, tuple[Tensor, tuple[int, int, int] | None]] = {
     "heads within rows": (zeros(40, 3, 64).transpose(0, 1), None),
     "columns apart": (zeros(3, 40, 64, 2)[..., 0], None),
     "one row for all": (zeros(3, 1, 64).expand(3, 40, 64), None),
+    "rows that overlap": (zeros(1024).as_strided((3, 40, 64), (0, 16, 1)), None),
     "rows that start anywhere": (zeros(3, 40, 61), None),
 }
 
