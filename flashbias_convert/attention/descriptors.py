@@ -44,11 +44,14 @@ class TileDescriptor:
 def dense_tiles(dense: Tensor, block_m: int, block_n: int) -> TileDescriptor | None:
     """Describe a bias (*batch, H, N, M), or None where the card or the layout does not allow it.
 
-    All its rows, of every head and batch entry, have to be rows of one matrix.
+    All its rows, of every head and batch entry, have to be rows of one matrix, none of which begins
+    within another: the card's interface is specified for no others.
     """
     *lead, row, step = dense.stride()
     sizes = dense.shape[:-2]
-    if dense.element_size() != 2 or step != 1 or row <= 0 or not _copies_tiles(dense.device):
+    if dense.element_size() != 2 or not _copies_tiles(dense.device):
+        return None
+    if step != 1 or row < dense.shape[-1]:
         return None
     if row * dense.element_size() % VECTOR_BYTES or any(stride % row for stride in lead):
         return None

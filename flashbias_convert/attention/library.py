@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _NAMESPACE = "flashbias_convert"
 _LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
@@ -37,8 +38,9 @@ def register(
         name: of the operator.
         run: what it does, on any device; its annotations are the schema.
         fake: what stands for it in traces, by shapes only.
-        record: called where an argument asks for gradients, with the operator as it is below
-            autograd and its arguments; calls it, and has outputs that autograd knows.
+        record: called where an argument asks for gradients, or may have a tangent, with the
+            operator as it is below autograd and its arguments; calls it, and has outputs that
+            autograd knows. It is to refuse tangents, as `torch.autograd.Function` does.
 
     Returns:
         The operator.
@@ -59,7 +61,9 @@ def register(
 
     def with_autograd(keys: torch._C.DispatchKeySet, *arguments: Any) -> Any:
         """What every call outside of inference mode comes to first."""
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+        recorded = torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
+        # kernels write no tangents: that they are missing would look like derivatives of zero
+        if recorded or forward_ad._current_level >= 0:
             return record(partial(below_autograd, keys), arguments)
         return below_autograd(keys, *arguments)
 

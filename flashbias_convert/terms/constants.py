@@ -28,16 +28,20 @@ def kept(make: Callable[..., Tensor], *args: Any) -> Tensor:
     key = (make, *args)
     found = _KEPT.get(key)
     if found is None:
-        if len(_KEPT) >= MOST:
-            _KEPT.clear()
         with torch.inference_mode(False):  # for calls in every mode
-            found = _KEPT[key] = make(*args)
+            found = make(*args)
+        if len(_KEPT) < MOST:  # none is ever given up: a CUDA graph may read its memory
+            _KEPT[key] = found
     return found
 
 
 def is_watched() -> bool:
-    """Whether a mode sees torch's operations, maybe to trace them, or to compute nothing."""
-    return torch._C._len_torch_dispatch_stack() > 0
+    """Whether a mode or a transform of torch.func sees torch's operations.
+
+    It may trace them, compute nothing, or give tensors that are only shells of others.
+    """
+    active: bool = torch._C._are_functorch_transforms_active()
+    return active or torch._C._len_torch_dispatch_stack() > 0
 
 
 def integers(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

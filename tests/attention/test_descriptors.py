@@ -28,6 +28,7 @@ LAYOUTS: dict[str, tuple[Tensor, tuple[int, int, int] | None]] = {
     "heads within rows": (zeros(40, 3, 64).transpose(0, 1), None),
     "columns apart": (zeros(3, 40, 64, 2)[..., 0], None),
     "one row for all": (zeros(3, 1, 64).expand(3, 40, 64), None),
+    "rows that overlap": (zeros(1024).as_strided((3, 40, 64), (0, 16, 1)), None),
     "rows that start anywhere": (zeros(3, 40, 61), None),
 }
 
@@ -74,9 +75,9 @@ def test_what_follows_a_matrix_is_not_read(kernel: str, device: torch.device) ->
 
 def test_a_bias_that_moves(kernel: str, device: torch.device) -> None:
     """The launch is planned once; tensors of later calls lie elsewhere, aligned or not."""
-    x = Inputs(device, torch.float16, n=70, m=88, heads=2)
-    room = torch.zeros(8 + 2 * 70 * 88, dtype=torch.float16, device=device)
+    x = Inputs(device, torch.float16, n=70, m=96, heads=2)
+    room = torch.zeros(8 + 2 * 70 * 96, dtype=torch.float16, device=device)
     for offset in (0, 8, 3, 0):
-        values = x.normal(2, 70, 88).half()
+        values = x.normal(2, 70, 96).half()
         own = room[offset : offset + values.numel()].view_as(values).copy_(values)
         check(x, x.bias(Dense(bias=own)), kernel)

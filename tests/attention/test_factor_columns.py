@@ -99,6 +99,19 @@ def test_factors_that_are_balanced_already(kernel: str, device: torch.device) ->
         assert torch.equal(own, other)
 
 
+def test_factors_of_a_transform(kernel: str, device: torch.device) -> None:
+    """What torch.vmap gives has no memory of its own: torch does the work."""
+    phi_q, phi_k = normal(2, 3, 20, 5).to(device), normal(2, 3, 9, 5).to(device)
+
+    def pack_one(own_q: Tensor, own_k: Tensor) -> Pair:
+        return columns.factor_columns(own_q, own_k, 2, FP16, 0.3)
+
+    made = torch.vmap(pack_one)(phi_q, phi_k)
+    each = [pack_one(*pair) for pair in zip(phi_q, phi_k, strict=True)]
+    for own, expected in zip(made, zip(*each, strict=True), strict=True):
+        assert torch.equal(own, torch.stack(expected))
+
+
 @pytest.mark.parametrize("names", [("phi_q", "phi_k"), ("phi_q",), ("phi_k",)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_of_columns_have_the_bits_of_torch(

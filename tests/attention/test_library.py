@@ -7,8 +7,10 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flashbias_convert import Dense, ScoreBias
 from flashbias_convert.attention import autograd, backends, flashbias_attention, registration
 from flashbias_convert.attention.flags import BOUNDED, CAUSAL, COSINE, DETERMINISTIC, flags_of
 
@@ -132,3 +134,21 @@ def test_what_has_no_gradient_says_so(what: str, reason: str, q: torch.Tensor) -
     assert out.requires_grad
     with pytest.raises(RuntimeError, match=reason):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("whose", ["q", "bias"])
+def test_forward_derivatives_are_refused(whose: str, trained: bool, q: torch.Tensor) -> None:
+    """They would come out as zero."""
+    bias = torch.zeros(3, 5, 5)
+    other = q.clone().requires_grad_(trained)
+    with forward_ad.dual_level():
+        same = flashbias_attention(q, q, other, backend="triton")  # nothing has a tangent
+        assert torch.equal(same, q) and same.requires_grad == trained
+        if whose == "q":
+            q = forward_ad.make_dual(q, torch.ones_like(q))
+        else:
+            bias = forward_ad.make_dual(bias, torch.ones_like(bias))
+        terms = ScoreBias((Dense(bias=bias),), 3)
+        with pytest.raises(RuntimeError, match="jvp"):
+            flashbias_attention(q, q.detach(), other, terms, backend="triton")

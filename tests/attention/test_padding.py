@@ -54,10 +54,15 @@ def test_holes(causal: bool, half: torch.dtype, kernel: str, device: torch.devic
 
 @pytest.mark.parametrize("floor", [-1e4, -30.0, 30.0])
 def test_levels(floor: float, half: torch.dtype, kernel: str, device: torch.device) -> None:
-    """What is hidden in the tile at the left must not raise the level of the others."""
+    """What is hidden in the tile at the left must not raise the level of the others.
+
+    Where the others are far above that tile, so are keys of the tile that follows it: all of them
+    take part when a block is computed once more.
+    """
     x = Inputs(device, half, batch=(2,), n=70, m=300, heads=1, d=32)
     bias = x.normal(1, 70, 300)
     bias[..., :70], bias[..., 200:] = bias[..., :70] - floor, bias[..., 200:] + floor
+    bias[..., 96:140] += floor
     mask = mask_of([(70, 300), (70, 200)], x.m, device)
     check(x, x.bias(Dense(bias=bias)), kernel, key_mask=mask)
 
