@@ -35,6 +35,7 @@ TILED = ("q", "k", "v", "phi_k", "dense", "lookup_code")
 
 #: None: more batch dimensions than the kernel walks
 _PLANS: dict[Hashable, LaunchPlan | PartedPlan | None] = {}
+_UNKNOWN: Any = object()
 
 #: what `observed` set: called with the group, its tensors and the options of every launch
 _observer: Callable[[GroupSpec, Mapping[str, Tensor], dict[str, Any]], None] | None = None
@@ -117,10 +118,12 @@ def launch(
     plain_scale = "scale" not in tensors and scale >= SMALLEST_SCALE
     device, given = tensors["q"].device, tensors.values()
     key = (spec, causal, cosine, bounded, plain_scale, device, *tensors, *layout_of(given))
-    if key not in _PLANS:
-        if len(_PLANS) >= MAX_PLANS:
-            _PLANS.clear()
-        _PLANS[key] = make_plan(
+    plans = _PLANS  # another thread may put others in their place, or clear them, meanwhile
+    plan = plans.get(key, _UNKNOWN)
+    if plan is _UNKNOWN:
+        if len(plans) >= MAX_PLANS:
+            plans.clear()
+        plan = plans[key] = make_plan(
             spec,
             tensors,
             causal=causal,
@@ -128,7 +131,6 @@ def launch(
             bounded=bounded,
             plain_scale=plain_scale,
         )
-    plan = _PLANS[key]
     if plan is not None:
         plan.run(device, given, (scale, query_start))
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from .launch_plan import MAX_PLANS, LaunchPlan, layout_of
 from .strides import MAX_BATCH_DIMS, batch_strides, collapse_batch, own_strides, padded
 
 _PLANS: dict[Hashable, LaunchPlan | None] = {}
+_UNKNOWN: Any = object()
 
 
 def normalize_rows(x: Tensor) -> Tensor:
@@ -24,11 +26,11 @@ def normalize_rows(x: Tensor) -> Tensor:
     if not x.numel():
         return out
     key = (x.device, layout_of((x,)))
-    if key not in _PLANS:
+    plan = _PLANS.get(key, _UNKNOWN)
+    if plan is _UNKNOWN:
         if len(_PLANS) >= MAX_PLANS:
             _PLANS.clear()
-        _PLANS[key] = _make_plan(x)
-    plan = _PLANS[key]
+        plan = _PLANS[key] = _make_plan(x)
     if plan is None:
         return torch.stack([normalize_rows(entry) for entry in x])
     plan.run(x.device, (x, out))

@@ -94,7 +94,7 @@ def factor_columns_kernel(
     """
     rows, lead, h, own, top = place(tl.program_id(0), walk, ROWS)
     columns = tl.arange(0, COLUMNS)
-    source = tl.where(columns < 3 * split, columns // 3, columns - 2 * split)
+    source = tl.where(columns < 3 * split, columns // 3, columns - 2 * split).to(tl.int64)
     here, inside = source < R, rows < walk.rows
     where = own + rows[:, None] * walk.strides[4] + source[None, :] * walk.strides[5]
     x = tl.load(phi + where, mask=inside[:, None] & here[None, :], other=0.0).to(tl.float32)
@@ -132,7 +132,7 @@ def factor_gradients_kernel(
     rows, lead, _, own, top = place(tl.program_id(0), walk, ROWS)
     columns = tl.arange(0, WIDTH)
     front, here, inside = columns < split, columns < R, rows < walk.rows
-    source = tl.where(front, 3 * columns, columns + 2 * split)
+    source = tl.where(front, 3 * columns, columns + 2 * split).to(tl.int64)
     where = found + own + rows[:, None] * walk.strides[4] + source[None, :] * walk.strides[5]
     present = inside[:, None] & here[None, :]
     x = tl.load(where, mask=present, other=0.0)

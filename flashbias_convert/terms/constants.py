@@ -51,5 +51,6 @@ def integers(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
 
 def columns_past(ranks: tuple[int, ...], columns: int, device: torch.device) -> Tensor:
     """Whether a column is past the rank of its head, (len(ranks), 1, columns)."""
-    own = torch.tensor(ranks, device=device)[:, None, None]
-    return torch.arange(columns, device=device) >= own
+    # made on the CPU: what a stream has computed another one might read too early
+    own = torch.tensor(ranks)[:, None, None]
+    return (torch.arange(columns) >= own).to(device)
