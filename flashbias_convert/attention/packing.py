@@ -252,7 +252,8 @@ def _pack_group(
     bias: ScoreBias, heads: tuple[int, ...], half: bool, scale: float | None
 ) -> tuple[GroupSpec, list[Tensor]]:
     chosen, tensors = heads_of(bias, heads)
-    spec: dict[str, Any] = {"heads": heads if tensors else None}
+    # with a number that is its default: torch 2.11 would trace the default as an input
+    spec: dict[str, Any] = {"heads": heads if tensors else None, "region_value": 0.0}
     thin = [t for t in chosen.terms if isinstance(t, LowRank) and t.largest_rank > 0]
     if thin:
         split, tensors["phi_q"], tensors["phi_k"] = _pack_factors(thin, half, scale)
