@@ -319,6 +319,8 @@ def attention_kernel(
         dense_ptrs = dense_ptr[:, None] + near_n[None, :] * dense_strides[5]
 
     to_exp2 = LOG2E if NATURAL else size * LOG2E
+    if ids_ptr is not None:
+        apart = region_row * to_exp2
     # Tiles that need a mask come first: with causal attention a query's own key is among them. The
     # largest scores seen there are the level of quick steps, which look for no larger ones; whether
     # that was right shows in the sums, and a block where it was not is computed once more.
@@ -411,7 +413,8 @@ def attention_kernel(
                 if ids_ptr is not None:
                     key_region = tl.load(key_ids_ptr + safe_k * key_ids_strides[3])
                     same = region[:, None] == key_region[None, :]
-                    x = tl.where(same, x, x + region_row[:, None])
+                    if not (BOUNDED or (QUICK and PASS != EDGES)):
+                        x = tl.where(same, x, x + region_row[:, None])
                 if dense_ptr is not None:
                     row = per_size
                     if dense_rows_ptr is not None:
@@ -460,7 +463,12 @@ def attention_kernel(
 
                 if BOUNDED:
                     # no exponential can overflow, so there is no need to follow the largest score
-                    p = tl.exp2(x * to_exp2)
+                    if ids_ptr is not None:
+                        # chosen, and added by the multiplication: one instruction less
+                        x = tl.fma(x, to_exp2, tl.where(same, 0.0, apart[:, None]))
+                        p = tl.exp2(x)
+                    else:
+                        p = tl.exp2(x * to_exp2)
                     total += tl.sum(p, 1)
                 elif PASS == EDGES or not QUICK:
                     new_top = tl.maximum(top, tl.max(x, 1))
@@ -472,7 +480,12 @@ def attention_kernel(
                     acc = acc * shrink[:, None]
                     top = new_top
                 else:
-                    p = _weights(x, top, to_exp2, NATURAL and lse_ptr is not None)
+                    if ids_ptr is not None:
+                        level = top * to_exp2
+                        level = tl.where(same, -level[:, None], (apart - level)[:, None])
+                        p = tl.exp2(tl.fma(x, to_exp2, level))
+                    else:
+                        p = _weights(x, top, to_exp2, NATURAL and lse_ptr is not None)
                     total += tl.sum(p, 1)
                 v = _tile(
                     v_ptrs + far * v_strides[4],

@@ -62,7 +62,9 @@ def test_steep_alibi(slope: float, half: torch.dtype, kernel: str, device: torch
     check(x, x.bias(Alibi(slopes=slopes, symmetric=True)), kernel)
 
 
-@pytest.mark.parametrize("name", ["none", "low_rank", "relative_table", "dense", "axial", "all"])
+@pytest.mark.parametrize(
+    "name", ["none", "low_rank", "relative_table", "regions", "dense", "axial", "all"]
+)
 def test_long_rows(name: str, half: torch.dtype, kernel: str, device: torch.device) -> None:
     """Usual scores, many tiles, sizes that no tile divides."""
     x = Inputs(device, half, n=70, m=333, d=24, dv=40)
