@@ -252,8 +252,7 @@ def _pack_group(
     bias: ScoreBias, heads: tuple[int, ...], half: bool, scale: float | None
 ) -> tuple[GroupSpec, list[Tensor]]:
     chosen, tensors = heads_of(bias, heads)
-    # with a number that is its default: torch 2.11 would trace the default as an input
-    spec: dict[str, Any] = {"heads": heads if tensors else None, "region_value": 0.0}
+    spec = first_fields(heads if tensors else None)
     thin = [t for t in chosen.terms if isinstance(t, LowRank) and t.largest_rank > 0]
     if thin:
         split, tensors["phi_q"], tensors["phi_k"] = _pack_factors(thin, half, scale)
@@ -264,6 +263,12 @@ def _pack_group(
             tensors |= pack_term(term)
             spec |= spec_fields(term)
     return GroupSpec(**spec, tensors=tuple(tensors)), list(tensors.values())
+
+
+def first_fields(heads: tuple[int, ...] | None) -> dict[str, Any]:
+    """What a `GroupSpec` has before its terms are known, by name."""
+    # the value is that of its default, which torch.compile of torch 2.11 would take for an input
+    return {"heads": heads, "region_value": 0.0}
 
 
 def heads_of(bias: ScoreBias, heads: tuple[int, ...]) -> tuple[ScoreBias, dict[str, Tensor]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from .packing import (
     SMALLEST_SCALE,
     GroupSpec,
     PackedBias,
+    first_fields,
     for_kernel,
     head_groups,
     heads_of,
@@ -80,7 +80,7 @@ def _pack_group(
     bias: ScoreBias, heads: tuple[int, ...], half: bool
 ) -> tuple[GroupSpec, list[Tensor]]:
     chosen, tensors = heads_of(bias, heads)
-    spec: dict[str, Any] = {"heads": heads if tensors else None}
+    spec = first_fields(heads if tensors else None)
     thin = [t for t in chosen.terms if isinstance(t, LowRank) and t.largest_rank > 0]
     if thin:
         count, tensors["phi_q"], tensors["phi_k"] = _columns(thin, half)

@@ -20,9 +20,9 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_REST = tl.constexpr(1.92596298909109e-8)
 LN2 = tl.constexpr(0.6931471805599453)
 SMALLEST_SCALE = tl.constexpr(packing.SMALLEST_SCALE)
-#: the tiles of a row of blocks: those that the ends of the keys or causality cut, all others, and
-#: these where the mask of the keys has holes
-EDGES, INSIDE, HOLES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+#: passes over the tiles of a row of blocks: those that the ends of the keys or causality cut, and
+#: all others; a third one is for the others where the mask of the keys has holes
+EDGES, INSIDE = tl.constexpr(0), tl.constexpr(1)
 #: keys of a mask that are looked at together
 MASK_BLOCK = tl.constexpr(1024)
 
@@ -413,6 +413,7 @@ def attention_kernel(
                 if ids_ptr is not None:
                     key_region = tl.load(key_ids_ptr + safe_k * key_ids_strides[3])
                     same = region[:, None] == key_region[None, :]
+                    # elsewhere it is chosen with what is subtracted: an addition less
                     if not (BOUNDED or (QUICK and PASS != EDGES)):
                         x = tl.where(same, x, x + region_row[:, None])
                 if dense_ptr is not None:
@@ -464,7 +465,6 @@ def attention_kernel(
                 if BOUNDED:
                     # no exponential can overflow, so there is no need to follow the largest score
                     if ids_ptr is not None:
-                        # chosen, and added by the multiplication: one instruction less
                         x = tl.fma(x, to_exp2, tl.where(same, 0.0, apart[:, None]))
                         p = tl.exp2(x)
                     else:
