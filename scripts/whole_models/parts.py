@@ -77,9 +77,9 @@ class Sizes:
     """Widths of base models, or tiny ones, and samples per call.
 
     `batch` is that of most models, and `few` that of large images and of texts. Where a compiled
-    original takes less than about 8 ms for those on an H200, the host may decide what is measured,
-    not the card: such models have four times as many samples, `many` and `batch`. All of them stay
-    below 25 GB, since processes share a card.
+    original takes less than about 8 ms for those on an H200, measured or by its size, the host may
+    decide what is measured, not the card: such models have four times as many samples, `many` and
+    `batch`. By estimate all of them stay below 25 GB, since processes share a card.
     """
 
     def __init__(self, tiny: bool) -> None:
