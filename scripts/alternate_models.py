@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from bench_models import all_cases
+from turns import alone
 from whole_models.case import ROOT, Case, split_variant
 from whole_models.measuring import compiled
 from whole_models.writing import machine
@@ -43,7 +44,8 @@ def main() -> None:
     dtype = getattr(torch, options.dtype)
     with torch.no_grad():
         calls = [(v, ready(case, v, device, dtype)) for v in options.variants]
-        times = in_rounds([call for _, (call, _) in calls], options.rounds, device)
+        with alone():
+            times = in_rounds([call for _, (call, _) in calls], options.rounds, device)
     where = {"model": case.name, "rounds": options.rounds, **machine(device, dtype)}
     rows = [
         {"variant": variant, "how": how, **numbers(own, times[0]), **where}

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from turns import alone
 
 from flashbias_convert import LowRank, flashbias_attention
 from flashbias_convert.attention.arguments import check_arguments
@@ -128,6 +129,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
     return "\n".join(out) + "\n"
 
 
+@alone()
 def main() -> None:
     """Print and write a row per way, rank and head size."""
     cuda = torch.cuda.is_available()

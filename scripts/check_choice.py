@@ -23,6 +23,7 @@ from attention_shapes import window_codes
 from measure_costs import SCORES
 from torch import Tensor
 from tune_attention import time_ms
+from turns import alone
 
 from flashbias_convert import Dense, LowRank, ScoreBias, inspect_model
 from flashbias_convert.attention import PreparedBias, flashbias_attention
@@ -114,6 +115,7 @@ def make_call(site: Site, bias: ScoreBias) -> Callable[[], Tensor]:
     return lambda: flashbias_attention(q, k, v, prepared, backend="triton")
 
 
+@alone()
 def main() -> None:
     """Print and write a row per site and form."""
     parser = argparse.ArgumentParser(description=__doc__)

@@ -23,6 +23,7 @@ import triton
 from attention_shapes import Shape, alibi, dense, lookup, low_rank, offsets, with_regions
 from torch import Tensor
 from tune_attention import time_ms
+from turns import alone
 
 from flashbias_convert import Diagonal, ScoreBias
 from flashbias_convert.attention import PreparedBias, flashbias_attention
@@ -107,7 +108,7 @@ def main() -> None:
     of_class = CLASSES[torch.cuda.get_device_capability()]
     where = [of_class, torch.cuda.get_device_name(), torch.__version__, triton.__version__]
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    with options.output.open("w", newline="") as file:
+    with alone(), options.output.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(FIELDS)
         for n, d, form in jobs:

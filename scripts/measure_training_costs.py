@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from attention_shapes import Shape
 from backward_step import Step
+from turns import alone
 
 from flashbias_convert import KeyBias, LowRank, ScoreBias
 from flashbias_convert.attention import PreparedBias, flashbias_attention, training_costs
@@ -239,19 +240,20 @@ def main() -> None:
             pool.map(prepare, jobs, chunksize=4)
     rows: list[dict[str, Any]] = []
     others = kept(options.output, jobs, where["class"])
-    for job in jobs:
-        if time.monotonic() - started > options.stop_s:
-            print(f"stopped after {len(rows)} of {len(jobs)} measurements")
-            break
-        try:
-            ms = time_ms(job)
-        except Exception as problem:  # no row for a way that cannot run
-            print(job.d, job.n, job.form, str(problem).splitlines()[0][:100], flush=True)
-            continue
-        cost = 1e9 * ms / (job.shape().batch[0] * HEADS * job.n**2)
-        row = {"head_size": job.d, "n": job.n, "form": job.form, "ms": f"{ms:.4f}"}
-        rows.append(row | {"ps_per_score": f"{cost:.4f}"} | where)
-        print(*list(rows[-1].values())[:5], flush=True)
+    with alone():
+        for job in jobs:
+            if time.monotonic() - started > options.stop_s:
+                print(f"stopped after {len(rows)} of {len(jobs)} measurements")
+                break
+            try:
+                ms = time_ms(job)
+            except Exception as problem:  # no row for a way that cannot run
+                print(job.d, job.n, job.form, str(problem).splitlines()[0][:100], flush=True)
+                continue
+            cost = 1e9 * ms / (job.shape().batch[0] * HEADS * job.n**2)
+            row = {"head_size": job.d, "n": job.n, "form": job.form, "ms": f"{ms:.4f}"}
+            rows.append(row | {"ps_per_score": f"{cost:.4f}"} | where)
+            print(*list(rows[-1].values())[:5], flush=True)
     if rows:
         write(options.output, others + rows)
         print(*told(options.output, options), sep="\n")

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from attention_shapes import SHAPES, SHORT
+from turns import alone
 
 from flashbias_convert.attention import PreparedBias, flashbias_attention, launch
 from flashbias_convert.attention.tuning import LaunchSettings
@@ -96,7 +97,7 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
         pool.map(run_once, jobs, chunksize=4)
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    with options.output.open("w", newline="") as file:
+    with alone(), options.output.open("w", newline="") as file:
         writer = csv.writer(file)
         names = [field.name for field in dataclasses.fields(LaunchSettings)]
         writer.writerow(["shape", *names, "ms", "card"])

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from turns import alone
 
 from flashbias_convert import Alibi, ScoreBias
 from flashbias_convert.attention import PreparedBias, flashbias_attention, launch
@@ -198,6 +199,7 @@ def machine(device: str) -> dict[str, str]:
 
 
 @torch.inference_mode()
+@alone()
 def main() -> None:
     """Measure, print and write."""
     options, started = arguments(), time.monotonic()

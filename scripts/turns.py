@@ -9,12 +9,28 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 #: what a job does when it is ready: it returns when the card is its own
 Wait = Callable[[], None]
+#: environment variable with the socket of `beside.py`, which started this program beside others
+BESIDE = "FLASHBIAS_BESIDE"
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Measurements in here share the machine with no other program that `beside.py` started."""
+    address = os.environ.get(BESIDE)
+    if address is None:
+        yield
+        return
+    with socket.socket(socket.AF_UNIX) as asked:  # closed when this process dies, too
+        asked.connect(address)
+        asked.recv(1)
+        yield
 
 
 def _run(job: Callable[..., None], arguments: tuple[Any, ...], ready: Any, turn: Any) -> None:
@@ -39,7 +55,11 @@ def _sharing_cores(jobs: int) -> Iterator[None]:
 
 
 def in_turns(
-    job: Callable[..., None], calls: Sequence[tuple[Any, ...]], *, seconds: float | None = None
+    job: Callable[..., None],
+    calls: Sequence[tuple[Any, ...]],
+    *,
+    seconds: float | None = None,
+    timed: bool = True,
 ) -> list[tuple[Any, ...]]:
     """Call `job(*arguments, wait)` for all `calls`, each in a process, started at the same time.
 
@@ -50,6 +70,7 @@ def in_turns(
         job: a function of a module; it must call `wait` once.
         calls: arguments, that pickle takes.
         seconds: after so long nobody gets a turn any more.
+        timed: what jobs do in their turns must be `alone`.
 
     Returns:
         The calls that did not end well: their process died, or never had its turn.
@@ -66,6 +87,14 @@ def in_turns(
     for _, process, ready, _ in waiting:
         while process.is_alive() and not ready.wait(0.1):
             pass
+    with alone() if timed else contextlib.nullcontext():
+        return _one_by_one(waiting, started, seconds)
+
+
+def _one_by_one(
+    waiting: Sequence[tuple[tuple[Any, ...], Any, Any, Any]], started: float, seconds: float | None
+) -> list[tuple[Any, ...]]:
+    """Give turns, in order; returns the calls that were lost."""
     lost = []
     for arguments, process, _, turn in waiting:
         if seconds is not None and time.monotonic() - started > seconds:

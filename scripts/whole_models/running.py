@@ -115,7 +115,7 @@ def _find_truths(jobs: Sequence[Job], together: int) -> None:
     """What rows are compared with, once for every model; of one sample each, so beside others."""
     wanted = list({job.truth: (job,) for job in jobs}.values())
     for i in range(0, len(wanted), together):
-        for (job,) in in_turns(truth_job, wanted[i : i + together]):
+        for (job,) in in_turns(truth_job, wanted[i : i + together], timed=False):
             print(f"  no truth for {job.model}: its process died")
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 
-def in_turns_here(job: Any, calls: list[Any], *, seconds: float | None = None) -> list[Any]:
+def in_turns_here(
+    job: Any, calls: list[Any], *, seconds: float | None = None, timed: bool = True
+) -> list[Any]:
     """The calls that were lost: a job that raises SystemExit has died."""
     lost = []
     for call in calls:

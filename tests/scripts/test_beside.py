@@ -1,0 +1,78 @@
+"""Commands beside each other: whoever measures is alone."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from beside import run
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+#: counts without an end to it until the other command has measured
+COUNTS = """
+import pathlib, subprocess, sys, time
+me = pathlib.Path(sys.argv[1])
+if len(sys.argv) == 3:  # a process of a process is stopped, too
+    sys.exit(subprocess.call([sys.executable, __file__, sys.argv[1]]))
+for n in range(10**6):
+    me.write_text(str(n))
+    time.sleep(0.002)
+    if (me.parent / "measured").exists():
+        break
+"""
+
+#: asks for the machine, and looks at what the other does while it has it
+MEASURES = f"""
+import pathlib, sys, time
+sys.path.insert(0, {str(SCRIPTS)!r})
+from turns import alone
+other = pathlib.Path(sys.argv[1])
+while not other.exists():
+    time.sleep(0.01)
+def moves():
+    before = other.read_text()
+    time.sleep(0.3)
+    return other.read_text() != before
+found = [moves()]
+with alone():
+    found.append(moves())
+found.append(moves())
+(other.parent / "found").write_text(str(found))
+(other.parent / "measured").touch()
+"""
+
+
+def test_others_are_stopped_while_one_measures(tmp_path: Path) -> None:
+    for name, source in (("counts", COUNTS), ("measures", MEASURES)):
+        (tmp_path / f"{name}.py").write_text(source)
+    python, other = sys.executable, tmp_path / "counter"
+    commands = run(
+        [
+            f"{python} {tmp_path}/counts.py {other} child",
+            f"{python} {tmp_path}/measures.py {other}",
+        ],
+        tmp_path / "logs",
+        0.1,
+    )
+    assert [command.process.returncode for command in commands] == [0, 0]
+    assert (tmp_path / "found").read_text() == "[True, False, True]"
+
+
+def test_one_that_dies_while_it_measures_hands_the_machine_back(tmp_path: Path) -> None:
+    source = f"""
+import os, sys
+sys.path.insert(0, {str(SCRIPTS)!r})
+from turns import alone
+with alone():
+    if sys.argv[1] == "dies":
+        os._exit(3)
+    print("measured")
+"""
+    (tmp_path / "job.py").write_text(source)
+    words = ("dies", "lives", "dies", "lives")
+    commands = run([f"{sys.executable} {tmp_path}/job.py {w}" for w in words], tmp_path / "logs", 0)
+    assert [command.process.returncode for command in commands] == [3, 0, 3, 0]
+    assert [c.log.read_text() for c in commands[1::2]] == ["measured\n"] * 2
