@@ -1,19 +1,21 @@
 """Several commands beside each other on one card; whoever measures has the machine alone.
 
-python scripts/beside.py [--logs DIR] [--settle-s S] 'COMMAND' 'COMMAND' ...
+python scripts/beside.py [--logs DIR] [--stop-s S] [--settle-s S] 'COMMAND' 'COMMAND' ...
 
 Benchmarks spend most of their time starting and compiling. Each command gets a shell, cores and
 card beside the others until a script among them measures (`turns.alone`): then the processes of all
 other commands are stopped until it has done so. Commands that measure without asking are disturbed,
 and disturb nobody who asks. Triton's and Inductor's caches are a command's own, since a stopped
 process may hold a lock of them. Output goes to files; their ends are printed. Leaves with 1 if a
-command failed. Times of `--limit-s` and `--stop-s` run while a command is stopped.
+command failed, or had to be ended after --stop-s. A command's own `--limit-s` and `--stop-s` do not
+wait while it is stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import selectors
 import socket
@@ -44,12 +46,14 @@ class Command:
         process: its shell.
         log: everything it printed.
         seconds: it took, or None while it runs.
+        alone_s: of them it had the machine alone.
     """
 
     text: str
     process: subprocess.Popen[bytes]
     log: Path
     seconds: float | None = None
+    alone_s: float = 0.0
 
     def tree(self) -> list[psutil.Process]:
         """Every process of it that still runs."""
@@ -102,6 +106,8 @@ class Machine:
         self.commands, self.settle_s = commands, settle_s
         self.asked: deque[socket.socket] = deque()
         self.owner: socket.socket | None = None
+        self.owns: Command | None = None
+        self.since = 0.0
         self.watched = selectors.DefaultSelector()
         self.watched.register(server, selectors.EVENT_READ)
         self.server = server
@@ -125,14 +131,18 @@ class Machine:
             self.asked.remove(connection)
             return
         self.owner = None
+        if self.owns is not None:
+            self.owns.alone_s += time.monotonic() - self.since
         if not self.asked:
             for command in self.commands:
                 command.go()
 
     def _give(self, connection: socket.socket) -> None:
         pid = peer(connection)
+        self.owns, self.since = None, time.monotonic()
         for command in self.commands:
             if pid in [process.pid for process in command.tree()]:
+                self.owns = command
                 command.go()
             else:
                 command.stop()
@@ -142,8 +152,8 @@ class Machine:
             connection.sendall(b"1")
 
 
-def run(texts: list[str], logs: Path, settle_s: float) -> list[Command]:
-    """Run commands until all have ended; returns them."""
+def run(texts: list[str], logs: Path, settle_s: float, stop_s: float = math.inf) -> list[Command]:
+    """Run commands until all have ended, or until it is too late; returns them."""
     logs.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as server:
@@ -155,6 +165,8 @@ def run(texts: list[str], logs: Path, settle_s: float) -> list[Command]:
         try:
             while any(command.seconds is None for command in commands):
                 machine.look()
+                if time.monotonic() - started > stop_s:
+                    break
                 for command in commands:
                     if command.seconds is None and command.process.poll() is not None:
                         command.seconds = time.monotonic() - started
@@ -163,6 +175,7 @@ def run(texts: list[str], logs: Path, settle_s: float) -> list[Command]:
                 for process in command.tree():
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.kill()
+                command.process.wait()
     return commands
 
 
@@ -173,12 +186,15 @@ def main() -> int:
     )
     parser.add_argument("commands", nargs="+", metavar="COMMAND")
     parser.add_argument("--logs", type=Path, default=Path("build/beside"))
+    parser.add_argument("--stop-s", type=float, default=math.inf, help="end what still runs then")
     parser.add_argument("--settle-s", type=float, default=0.3, help="after others are stopped")
     options = parser.parse_args()
-    commands = run(options.commands, options.logs, options.settle_s)
+    commands = run(options.commands, options.logs, options.settle_s, options.stop_s)
     for command in commands:
         lines = command.log.read_text(errors="replace").splitlines()
-        print(f"== {command.text}: exit code {command.process.returncode}, {command.seconds:.0f} s")
+        ended = "ended" if command.seconds is None else f"{command.seconds:.0f} s"
+        code = f"exit code {command.process.returncode}, {ended}, alone {command.alone_s:.0f} s"
+        print(f"== {command.text}: {code}")
         print(*lines[-TOLD:], sep="\n")
     return int(any(command.process.returncode for command in commands))
 

@@ -76,3 +76,9 @@ with alone():
     commands = run([f"{sys.executable} {tmp_path}/job.py {w}" for w in words], tmp_path / "logs", 0)
     assert [command.process.returncode for command in commands] == [3, 0, 3, 0]
     assert [c.log.read_text() for c in commands[1::2]] == ["measured\n"] * 2
+
+
+def test_what_still_runs_when_the_time_is_up_is_ended(tmp_path: Path) -> None:
+    (command,) = run([f"{sys.executable} -c 'import time; time.sleep(60)'"], tmp_path, 0, 0.2)
+    assert command.seconds is None
+    assert command.process.returncode != 0
