@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -47,6 +47,7 @@ class Command:
         log: everything it printed.
         seconds: it took, or None while it runs.
         alone_s: of them it had the machine alone.
+        stopped: its processes that `stop` has stopped.
     """
 
     text: str
@@ -54,6 +55,7 @@ class Command:
     log: Path
     seconds: float | None = None
     alone_s: float = 0.0
+    stopped: list[psutil.Process] = field(default_factory=list)
 
     def tree(self) -> list[psutil.Process]:
         """Every process of it that still runs."""
@@ -64,18 +66,18 @@ class Command:
 
     def stop(self) -> None:
         """Until `go`; what is started meanwhile is found, because its parent stops, too."""
-        stopped: set[int] = set()
-        while new := [p for p in self.tree() if p.pid not in stopped]:
+        while new := [p for p in self.tree() if p not in self.stopped]:
             for process in new:
-                stopped.add(process.pid)
+                self.stopped.append(process)
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.suspend()
 
     def go(self) -> None:
-        """Go on after `stop`."""
-        for process in self.tree():
+        """Go on after `stop`; what something else has stopped stays so."""
+        for process in self.stopped:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.resume()
+        self.stopped.clear()
 
 
 def start(text: str, number: int, logs: Path, address: str) -> Command:

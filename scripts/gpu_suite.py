@@ -42,7 +42,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("this machine has no CUDA card", file=sys.stderr)
         return 1
-    named = [argument for argument in rest if not argument.startswith("-")]
+    named = [argument for argument in rest if (ROOT / argument.partition("::")[0]).exists()]
     command = [sys.executable, "-m", "pytest", "-q", "-n", str(options.workers), *QUIET, *rest]
     command += [] if named else SUITES
     start = time.time()

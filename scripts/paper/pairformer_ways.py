@@ -62,9 +62,12 @@ def library(call: Call) -> Tensor:
 
 
 def padded(bias: Tensor) -> Tensor:
-    """Without aligned rows of the mask torch's kernels copy it for each row of the triangle."""
+    """The bias with aligned rows of neighbours, or torch's kernels do not take it as it is.
+
+    A projection of pairs has the heads of a cell beside each other.
+    """
     n, wide = bias.shape[-1], -(-bias.shape[-1] // 16) * 16
-    return F.pad(bias, (0, wide - n))[..., :n]
+    return F.pad(bias.contiguous(), (0, wide - n))[..., :n]
 
 
 def sdpa(call: Call) -> Tensor:
