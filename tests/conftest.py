@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
-import pytest
-import torch
+# Triton's interpreter multiplies with NumPy. Cards, and OpenBLAS's kernels for AVX2, add up a
+# product and that of the transposed factors in the same order, which the backward pass in fp32
+# relies on; those for AVX-512 do not. It has to be said before NumPy is loaded
+_CPU = Path("/proc/cpuinfo")
+if os.environ.get("TRITON_INTERPRET") == "1" and _CPU.is_file() and "avx512f" in _CPU.read_text():
+    os.environ.setdefault("OPENBLAS_CORETYPE", "Haswell")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 # the tensors are tiny: more threads only wait for each other, above all under pytest-xdist
 torch.set_num_threads(1)

@@ -23,13 +23,11 @@ from .bounds import LARGEST_BOUND
 from .eager import eager_attention
 from .flags import flags_of
 from .multiplicative import check_score_scale, repeat_channels
-from .packing import NO_BIAS, pack
-from .positions import place_queries
+from .packing import NO_BIAS
 from .precision import without_autocast
 from .prepared import PreparedBias
 from .registration import attention_op
 from .sdpa import sdpa_attention
-from .training_packing import pack_for_training
 
 
 def flashbias_attention(
@@ -167,13 +165,7 @@ def triton_attention(
     number, head_scale = _scales(q, args)
     half = q.dtype != torch.float32
     fold = number if half else None  # fp32 factors stay as they are: dividing would round them
-    if bias is None:
-        packed = NO_BIAS
-    elif isinstance(start, Tensor):
-        placed = place_queries(bias.bias, q.shape[-2], start)
-        packed = pack(placed, half=half, scale=fold)
-    else:
-        packed = bias.packed(half, fold)
+    packed = NO_BIAS if bias is None else bias.packed(half, fold)
     bounded = _is_bounded(score_bound, v.dtype, args.key_mask)
     return attention_op(
         q,
@@ -203,12 +195,7 @@ def training_attention(
     start = args.query_start
     number, head_scale = _scales(q, args)
     half = q.dtype != torch.float32
-    if bias is None:
-        packed = NO_BIAS
-    elif isinstance(start, Tensor):
-        packed = pack_for_training(place_queries(bias.bias, q.shape[-2], start), half=half)
-    else:
-        packed = bias.packed_for_training(half)
+    packed = NO_BIAS if bias is None else bias.packed_for_training(half)
     out, _ = attention_training_op(
         q,
         k,
