@@ -23,8 +23,10 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +59,8 @@ COLUMNS = (
 KEY = ("model", "attention", "tokens", "batch", "layers", "channels", "heads", "learnable",
        "checkpoint", "compile", "dtype")  # fmt: skip
 CRASHED, OUT_OF_MEMORY = "crashed", "out of memory"
-#: rows whose processes start together: they import while one is measured
-TOGETHER = 4
+#: rows whose processes start together, and compare a small step with float64 beside each other
+TOGETHER = 8
 
 
 def facts(args: argparse.Namespace, name: str, tokens: int) -> dict[str, Any]:
@@ -82,18 +84,25 @@ def write(args: argparse.Namespace, row: dict[str, Any]) -> None:
 
 def bench_row(args: argparse.Namespace, name: str, tokens: int, wait: Wait) -> None:
     """Measure one way to attend at one length, and write its row."""
-    wait()
     cuda = torch.device(args.device).type == "cuda"
     row = facts(args, name, tokens)
     row["device"] = torch.cuda.get_device_name() if cuda else "CPU"
-    try:
-        row |= judged(name, tokens, args)
-        if cuda:
-            torch.cuda.empty_cache()
-        row |= timed(name, tokens, args)
-    except Exception as problem:  # one that fails is a row
-        row["status"] = _status(problem)
+    told, fine = _tried(functools.partial(judged, name, tokens, args))
+    row |= told
+    if cuda:
+        torch.cuda.empty_cache()
+    wait()
+    if fine:
+        row |= _tried(functools.partial(timed, name, tokens, args))[0]
     write(args, row)
+
+
+def _tried(step: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
+    """Columns of a row, and whether there are any: a step that fails is a row."""
+    try:
+        return step(), True
+    except Exception as problem:
+        return {"status": _status(problem)}, False
 
 
 def _status(problem: Exception) -> str:
@@ -142,7 +151,7 @@ def timed(name: str, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> None:
     """Measure every row, each in a process."""
     started = time.monotonic()
-    known = _known(args) if args.resume else set()
+    known = _known(args) if args.resume and args.output.exists() else set()
     calls = [(args, name, n) for n in args.tokens for name in args.attention]
     calls = [c for c in calls if _key(facts(*c)) not in known]
     while calls:

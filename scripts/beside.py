@@ -191,7 +191,11 @@ def main() -> int:
     parser.add_argument("--stop-s", type=float, default=math.inf, help="end what still runs then")
     parser.add_argument("--settle-s", type=float, default=0.3, help="after others are stopped")
     options = parser.parse_args()
-    commands = run(options.commands, options.logs, options.settle_s, options.stop_s)
+    return told(run(options.commands, options.logs, options.settle_s, options.stop_s))
+
+
+def told(commands: list[Command]) -> int:
+    """Print how each command ended; 1 if one failed, else 0."""
     for command in commands:
         lines = command.log.read_text(errors="replace").splitlines()
         ended = "ended" if command.seconds is None else f"{command.seconds:.0f} s"

@@ -71,8 +71,8 @@ TIMED = ("phase", "peer", "points", "median_ms", "p20_ms", "p80_ms", "peak_mib",
          "layers", "surface", "dtype", "device", "torch")  # fmt: skip
 CRASHED, OUT_OF_MEMORY = "crashed", "out of memory"
 PHASES = ("training", "inference")
-#: rows whose processes start together: they import while one is measured
-TOGETHER = 4
+#: rows whose processes start together, and compare a small call with float64 beside each other
+TOGETHER = 8
 
 
 def make_attend(peer: str, args: argparse.Namespace) -> Attend:
@@ -86,7 +86,6 @@ def make_attend(peer: str, args: argparse.Namespace) -> Attend:
 
 def bench_rows(args: argparse.Namespace, peer: str, points: int, wait: Wait) -> None:
     """Measure one peer at one number of points, training and inference, and write both rows."""
-    wait()
     device = torch.device(args.device)
     pool = surface_points(args.mesh, points, args.seed).to(device)
     batch = Source(pool, points, Task(), args.seed).next(1)
@@ -96,9 +95,11 @@ def bench_rows(args: argparse.Namespace, peer: str, points: int, wait: Wait) -> 
         model = model_of(args, attend, peer != NO_BIAS)
         calls = phases(model, batch, args)
     except Exception as problem:  # one that fails is a row
+        wait()
         for phase in PHASES:
             write(args, peer, points, phase, {"status": _status(problem)})
         return
+    wait()
     for phase, call in calls.items():
         row = {**known[0], "correct": known[1].get(phase, "no bias")}
         try:
