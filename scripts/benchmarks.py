@@ -92,6 +92,7 @@ GROUPS = {
         "measure_training_costs.py --stop-s 1000 --output {output}/training_costs.csv",
         "check_choice.py --output {output}/check_choice.csv",
     ],
+    "tuning": ["tune_backward.py --output {output}/tune_backward.csv"],
     "sanitizer": ["sanitize_kernel.py --backward --output {output}/sanitizer.json"],
 }
 

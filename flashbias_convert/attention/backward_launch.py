@@ -7,7 +7,8 @@ a program over the entries of its split, then here over splits.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -39,6 +40,27 @@ ENOUGH_PROGRAMS = 1024
 ADDED = frozenset({"key_bias", "slopes", "table", "ids", "dense", "diagonal", "lookup", "rel_h"})
 #: Tensors that are read and written in whole rows.
 ROWS = ("q", "k", "v", "do", "raw_q", "raw_k", "dq", "dk", "dv")
+
+
+_FORCED: dict[str, LaunchSettings] = {}
+
+
+@contextmanager
+def forced(kernel: str, settings: LaunchSettings) -> Iterator[None]:
+    """Launch a backward kernel with these settings, whatever the shape, while the block runs.
+
+    Args:
+        kernel: "queries", "keys", "pairs" or "all", see `tuning.backward_settings`.
+        settings: for it.
+    """
+    before = _FORCED.get(kernel)
+    _FORCED[kernel] = settings
+    try:
+        yield
+    finally:
+        del _FORCED[kernel]
+        if before is not None:
+            _FORCED[kernel] = before
 
 
 class TooManyBatchDimensions(Exception):
@@ -98,6 +120,8 @@ class GroupCall:
     def settings(self, kernel: str) -> LaunchSettings:
         """How to launch "queries", "keys", "pairs" or "all"."""
         _, m, d, dv = self.sizes()
+        if kernel in _FORCED:
+            return _FORCED[kernel]
         return backward_settings(
             kernel, m=m, d=padded(d), dv=padded(dv), columns=self.spec.columns, half=self.half()
         )

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from flashbias_convert import ScoreBias
+from flashbias_convert.attention import backward_launch
+from flashbias_convert.attention.tuning import LaunchSettings, backward_settings
 
 from .cases import Inputs
 from .conftest import INTERPRETED
@@ -131,3 +133,16 @@ def test_backward_kernels_compile(name: str, tmp_path: Path) -> None:
             "all_gradients_kernel",
         ):
             assert "mma" in each.ptx
+
+
+def test_settings_can_be_forced() -> None:
+    settings = LaunchSettings(32, 64, 4, 1)
+    assert settings != backward_settings("keys", m=64, d=32, dv=32, columns=0, half=True)
+    with backward_launch.forced("keys", settings):
+        compiled = Variant(BF16, 64, 32).compile()
+    blocks = {
+        c.name: (c.constants["BM"], c.constants["BN"]) for c in compiled if "BM" in c.constants
+    }
+    assert blocks["key_gradients_kernel"] == (32, 64)
+    assert blocks["query_gradients_kernel"] == (64, 64)
+    assert backward_launch._FORCED == {}
