@@ -75,11 +75,12 @@ class Case:
 
     def candidates(self) -> list[LaunchSettings]:
         """Settings worth trying."""
-        blocks = (32, 64, 128)
+        blocks, depths = (32, 64, 128), (1, 2) if self.d > 64 else (2, 3)
         found = [
             LaunchSettings(m, n, warps, depth, registers)
-            for m, n, warps, depth in itertools.product(blocks, blocks, (4, 8), (1, 2, 3))
-            for registers in ((None,) if warps == 8 else (None, 168))
+            for m, n, warps, depth in itertools.product(blocks, blocks, (4, 8), depths)
+            # so that three or four programs share a multiprocessor, or two of twice the size
+            for registers in ((None, 128) if warps == 8 else (None, 128, 168))
         ]
         # a wide product of a tensor core has 64 rows of what it adds to
         rows = {"queries": "block_m", "keys": "block_n", "all": "block_n"}[self.kernel]

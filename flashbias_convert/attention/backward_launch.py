@@ -268,7 +268,7 @@ def kernel_arguments(call: GroupCall, shares: Shares, out: Any) -> tuple[Any, ..
 
 def kernel_constants(call: GroupCall, settings: LaunchSettings) -> dict[str, Any]:
     """The compile-time arguments that all backward kernels have."""
-    _, m, d, dv = call.sizes()
+    n, m, d, dv = call.sizes()
     return {
         "D": d,
         "DV": dv,
@@ -281,6 +281,7 @@ def kernel_constants(call: GroupCall, settings: LaunchSettings) -> dict[str, Any
         "NATURAL": not call.half(),
         "ADDED": not ADDED.isdisjoint(call.tensors),
         "WHOLE": m % settings.block_n == 0,
+        "WHOLE_ROWS": n % settings.block_m == 0,
         "BM": settings.block_m,
         "BN": settings.block_n,
     }

@@ -21,13 +21,14 @@ def all_gradients_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, ALIGNED_SUMS: tl.constexpr,
     CAUSAL: tl.constexpr, COSINE: tl.constexpr, SYMMETRIC: tl.constexpr, NATURAL: tl.constexpr,
-    ADDED: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    ADDED: tl.constexpr, WHOLE: tl.constexpr, WHOLE_ROWS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """All gradients but those of pairs and of row scales."""
     walk_keys(
         c, t, out, entries, scale, query_start, region_value, G, kv_group, N, M,
         D, DV, BLOCK_D, BLOCK_DV, COLUMNS, ALIGNED, ALIGNED_SUMS,
-        CAUSAL, COSINE, SYMMETRIC, NATURAL, ADDED, WHOLE, BM, BN,
+        CAUSAL, COSINE, SYMMETRIC, NATURAL, ADDED, WHOLE, WHOLE_ROWS, BM, BN,
     )  # fmt: skip
 
 

@@ -26,11 +26,14 @@ from .triton_terms import (
 )
 from .triton_tiles import (
     batch_entry,
+    cells,
     first_key,
     head,
     hide,
     parts_of_scale,
+    places,
     row_sums,
+    rows_from,
     rows_of,
     scores,
     store_columns,
@@ -39,6 +42,7 @@ from .triton_tiles import (
     through_length,
     unit_of,
     weights,
+    with_sign,
 )
 
 
@@ -86,7 +90,8 @@ def query_gradients_kernel(
     COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     BLOCK_KH: tl.constexpr, BLOCK_KW: tl.constexpr,
     CAUSAL: tl.constexpr, COSINE: tl.constexpr, SYMMETRIC: tl.constexpr, NATURAL: tl.constexpr,
-    ADDED: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    ADDED: tl.constexpr, WHOLE: tl.constexpr, WHOLE_ROWS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dq, and the gradients of what belongs to queries; a program has one block of queries."""
     blocks = tl.cdiv(N, BM)
@@ -102,6 +107,8 @@ def query_gradients_kernel(
     scale, size = parts_of_scale(c, scale, h)
     unit = unit_of(scale, size, COLUMNS, NATURAL)
     GRAD: tl.constexpr = c.do.ptr.dtype.element_ty
+    # a gradient of the scale is made of products without it
+    SIGNED: tl.constexpr = COLUMNS > 0 and not NATURAL and out.scale is None
 
     rows = first + tl.arange(0, BM)
     inside = rows < N
@@ -125,27 +132,32 @@ def query_gradients_kernel(
         b = batch_entry(entries, kept, e)
         start = first_key(c, b, query_start)
         q = rows_of(c.q, b, h, safe_rows, inside, D, BLOCK_D, ALIGNED)
+        q = with_sign(q, scale, size, SIGNED)
         do = rows_of(c.do, b, h, safe_rows, inside, DV, BLOCK_DV, ALIGNED)
         level, share, delta = row_sums(c, b, h, safe_rows, inside, NATURAL)
         phi_q = 0.0
         if COLUMNS > 0:
             phi_q = rows_of(t.phi_q, b, g, safe_rows, inside, COLUMNS, COLUMNS)
         d_q = tl.zeros([BM, BLOCK_D], tl.float32)
+        from_0 = tl.arange(0, BN).to(tl.int64)
+        k_tile = cells(c.k, b, h_kv, from_0, BLOCK_D, ALIGNED)
+        v_tile = cells(c.v, b, h_kv, from_0, BLOCK_DV, ALIGNED)
+        phi_tile = 0.0
+        if COLUMNS > 0:
+            phi_tile = cells(t.phi_k, b, g, from_0, COLUMNS, False)
         end = M
         if CAUSAL:
             end = tl.maximum(tl.minimum(M, start + first + BM), 0)
         for s in tl.range(0, end, BN):
-            keys = s + tl.arange(0, BN)
-            in_keys = keys < M
-            safe_keys = tl.minimum(keys, M - 1).to(tl.int64)
+            keys, in_keys, safe_keys = places(s, M, BN, WHOLE)
             j = safe_keys[None, :]
-            k = rows_of(c.k, b, h_kv, safe_keys, in_keys, D, BLOCK_D, ALIGNED)
-            v = rows_of(c.v, b, h_kv, safe_keys, in_keys, DV, BLOCK_DV, ALIGNED)
+            k = rows_from(k_tile, s, c.k, in_keys, D, BLOCK_D, ALIGNED)
+            v = rows_from(v_tile, s, c.v, in_keys, DV, BLOCK_DV, ALIGNED)
             qk = tl.dot(q, tl.trans(k), input_precision="ieee")
             phi_k = 0.0
             if COLUMNS > 0:
-                phi_k = rows_of(t.phi_k, b, g, safe_keys, in_keys, COLUMNS, COLUMNS)
-            x = scores(qk, phi_q, phi_k, scale, size, COLUMNS, NATURAL)
+                phi_k = rows_from(phi_tile, s, t.phi_k, in_keys, COLUMNS, COLUMNS)
+            x = scores(qk, phi_q, phi_k, scale, size, COLUMNS, NATURAL, SIGNED)
             if ADDED:
                 x = add_terms(
                     x * unit, t, b, g, i, j, keys[None, :], start, region_value, M, SYMMETRIC

@@ -15,11 +15,14 @@ from .triton_terms import add_terms, alibi_tile
 from .triton_tiles import (
     add_rows,
     batch_entry,
+    cells,
     first_key,
     head,
     hide,
     parts_of_scale,
+    places,
     row_sums,
+    rows_from,
     rows_of,
     scores,
     store_columns,
@@ -28,6 +31,7 @@ from .triton_tiles import (
     through_length,
     unit_of,
     weights,
+    with_sign,
 )
 
 
@@ -56,7 +60,8 @@ def walk_keys(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, ALIGNED_SUMS: tl.constexpr,
     CAUSAL: tl.constexpr, COSINE: tl.constexpr, SYMMETRIC: tl.constexpr, NATURAL: tl.constexpr,
-    ADDED: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    ADDED: tl.constexpr, WHOLE: tl.constexpr, WHOLE_ROWS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A program has one block of keys and walks over queries.
 
@@ -75,6 +80,8 @@ def walk_keys(
     scale, size = parts_of_scale(c, scale, h)
     unit = unit_of(scale, size, COLUMNS, NATURAL)
     GRAD: tl.constexpr = c.do.ptr.dtype.element_ty
+    # a gradient of the scale is made of products without it
+    SIGNED: tl.constexpr = COLUMNS > 0 and not NATURAL and out.scale is None
 
     keys = first + tl.arange(0, BN)
     in_keys = keys < M
@@ -95,24 +102,29 @@ def walk_keys(
         phi_k = 0.0
         if COLUMNS > 0:
             phi_k = rows_of(t.phi_k, b, g, safe_keys, in_keys, COLUMNS, COLUMNS)
+        signed = with_sign(k, scale, size, SIGNED)
         d_k = tl.zeros([BN, BLOCK_D], tl.float32)
         d_v = tl.zeros([BN, BLOCK_DV], tl.float32)
+        from_0 = tl.arange(0, BM).to(tl.int64)
+        q_tile = cells(c.q, b, h, from_0, BLOCK_D, ALIGNED)
+        do_tile = cells(c.do, b, h, from_0, BLOCK_DV, ALIGNED)
+        phi_tile = 0.0
+        if COLUMNS > 0:
+            phi_tile = cells(t.phi_q, b, g, from_0, COLUMNS, False)
         begin = 0
         if CAUSAL:  # earlier queries see none of these keys
             begin = tl.maximum(first - start, 0) // BM * BM
         for s in tl.range(begin, N, BM):
-            rows = s + tl.arange(0, BM)
-            inside = rows < N
-            safe_rows = tl.minimum(rows, N - 1).to(tl.int64)
+            rows, inside, safe_rows = places(s, N, BM, WHOLE_ROWS)
             i = safe_rows[None, :]
-            q = rows_of(c.q, b, h, safe_rows, inside, D, BLOCK_D, ALIGNED)
-            do = rows_of(c.do, b, h, safe_rows, inside, DV, BLOCK_DV, ALIGNED)
+            q = rows_from(q_tile, s, c.q, inside, D, BLOCK_D, ALIGNED)
+            do = rows_from(do_tile, s, c.do, inside, DV, BLOCK_DV, ALIGNED)
             level, share, delta = row_sums(c, b, h, safe_rows, inside, NATURAL)
-            qk = tl.dot(k, tl.trans(q), input_precision="ieee")
+            qk = tl.dot(signed, tl.trans(q), input_precision="ieee")
             phi_q = 0.0
             if COLUMNS > 0:
-                phi_q = rows_of(t.phi_q, b, g, safe_rows, inside, COLUMNS, COLUMNS)
-            x = scores(qk, phi_k, phi_q, scale, size, COLUMNS, NATURAL)
+                phi_q = rows_from(phi_tile, s, t.phi_q, inside, COLUMNS, COLUMNS)
+            x = scores(qk, phi_k, phi_q, scale, size, COLUMNS, NATURAL, SIGNED)
             if ADDED:
                 x = add_terms(
                     x * unit, t, b, g, i, j, keys[:, None], start, region_value, M, SYMMETRIC
@@ -170,11 +182,12 @@ def key_gradients_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
     CAUSAL: tl.constexpr, COSINE: tl.constexpr, SYMMETRIC: tl.constexpr, NATURAL: tl.constexpr,
-    ADDED: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    ADDED: tl.constexpr, WHOLE: tl.constexpr, WHOLE_ROWS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dk and dv by query head, and the gradients of what belongs to keys."""
     walk_keys(
         c, t, out, entries, scale, query_start, region_value, G, kv_group, N, M,
         D, DV, BLOCK_D, BLOCK_DV, COLUMNS, ALIGNED, False,
-        CAUSAL, COSINE, SYMMETRIC, NATURAL, ADDED, WHOLE, BM, BN,
+        CAUSAL, COSINE, SYMMETRIC, NATURAL, ADDED, WHOLE, WHOLE_ROWS, BM, BN,
     )  # fmt: skip

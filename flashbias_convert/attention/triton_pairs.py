@@ -22,6 +22,7 @@ from .triton_tiles import (
     scores,
     unit_of,
     weights,
+    with_sign,
 )
 
 
@@ -32,7 +33,8 @@ def pair_gradients_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
     CAUSAL: tl.constexpr, SYMMETRIC: tl.constexpr, NATURAL: tl.constexpr,
-    ADDED: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    ADDED: tl.constexpr, WHOLE: tl.constexpr, WHOLE_ROWS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Gradients of scores times `gate_rows`, fp32, (splits, kept entries, G, ROWS, M).
 
@@ -52,6 +54,7 @@ def pair_gradients_kernel(
     h_kv = h // kv_group
     scale, size = parts_of_scale(c, scale, h)
     unit = unit_of(scale, size, COLUMNS, NATURAL)
+    SIGNED: tl.constexpr = COLUMNS > 0 and not NATURAL
 
     rows = first_row + own_rows
     inside = (own_rows < ROWS) & (rows < N)
@@ -67,12 +70,13 @@ def pair_gradients_kernel(
         start = first_key(c, b, query_start)
         q = rows_of(c.q, b, h, safe_rows, inside, D, BLOCK_D, ALIGNED)
         k = rows_of(c.k, b, h_kv, safe_keys, in_keys, D, BLOCK_D, ALIGNED)
+        q = with_sign(q, scale, size, SIGNED)
         x = tl.dot(q, tl.trans(k), input_precision="ieee")
         phi_q, phi_k = 0.0, 0.0
         if COLUMNS > 0:
             phi_q = rows_of(t.phi_q, b, g, safe_rows, inside, COLUMNS, COLUMNS)
             phi_k = rows_of(t.phi_k, b, g, safe_keys, in_keys, COLUMNS, COLUMNS)
-        x = scores(x, phi_q, phi_k, scale, size, COLUMNS, NATURAL)
+        x = scores(x, phi_q, phi_k, scale, size, COLUMNS, NATURAL, SIGNED)
         if ADDED:
             x = add_terms(x * unit, t, b, g, i, j, keys[None, :], start, region_value, M, SYMMETRIC)
         level, share, delta = row_sums(c, b, h, safe_rows, inside, NATURAL)

@@ -103,6 +103,19 @@ def batch_entry(entries, kept, looped):
 
 
 @triton.jit
+def places(first, count, SIZE: tl.constexpr, WHOLE: tl.constexpr):
+    """Numbers of a tile's rows or keys, which of them there are, and, as 64 bits, where to read.
+
+    WHOLE says that all are there: constants, so that nothing is left of masks.
+    """
+    found = first + tl.arange(0, SIZE)
+    if WHOLE:
+        return found, tl.full([SIZE], 1, tl.int1), found.to(tl.int64)
+    else:
+        return found, found < count, tl.minimum(found, count - 1).to(tl.int64)
+
+
+@triton.jit
 def at(walk, b):
     """Pointer to one batch entry; 64-bit, since offsets may pass 2**31."""
     return (
@@ -128,11 +141,30 @@ def cells(walk, b, h, rows, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
     """
     columns = tl.arange(0, BLOCK).to(tl.int64)
     start = head(walk, b, h)
-    step = walk.strides[4]
     if ALIGNED:
         start = tl.multiple_of(start, 16)
-        step = step // 8 * 8 if start.dtype.element_ty != tl.float32 else step // 4 * 4
-    return start + rows[:, None] * step + columns[None, :] * walk.strides[5]
+    return start + rows[:, None] * row_step(walk, ALIGNED) + columns[None, :] * walk.strides[5]
+
+
+@triton.jit
+def row_step(walk, ALIGNED: tl.constexpr):
+    """From a row of a matrix to the next, with what `cells` knows of it."""
+    step = walk.strides[4]
+    if ALIGNED:
+        step = step // 8 * 8 if walk.ptr.dtype.element_ty != tl.float32 else step // 4 * 4
+    return step
+
+
+@triton.jit
+def rows_from(
+    tile, first, walk, inside,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr = False,
+):  # fmt: skip
+    """`rows_of` for rows from `first` on, given the `cells` of those from 0 on: a loop has them
+    ready, and one number to add."""
+    columns = tl.arange(0, BLOCK)
+    mask = inside[:, None] if SIZE == BLOCK else inside[:, None] & (columns < SIZE)[None, :]
+    return tl.load(tile + tl.cast(first, tl.int64) * row_step(walk, ALIGNED), mask=mask, other=0.0)
 
 
 @triton.jit
@@ -186,15 +218,30 @@ def parts_of_scale(c, scale, h):
 
 
 @triton.jit
-def scores(qk, left, right, scale, size, COLUMNS: tl.constexpr, NATURAL: tl.constexpr):
+def with_sign(x, scale, size, SIGNED: tl.constexpr):
+    """Rows of q or k with the sign of the scale, as the forward kernel has it in q: exact, and no
+    multiplication of each score. A tiny scale goes there whole."""
+    if SIGNED:
+        return (x * (scale / size)).to(x.dtype)
+    else:
+        return x
+
+
+@triton.jit
+def scores(
+    qk, left, right, scale, size,
+    COLUMNS: tl.constexpr, NATURAL: tl.constexpr, SIGNED: tl.constexpr,
+):  # fmt: skip
     """scale * q k + phi_q phi_k, in units of `unit_of`, summed in the order of the forward pass.
 
-    In fp32 factors are not divided by the scale's size.
+    In fp32 factors are not divided by the scale's size. SIGNED says that `qk` has its sign.
     """
     if COLUMNS == 0:
         return qk
     elif NATURAL:
         return tl.dot(left, tl.trans(right), qk * scale, input_precision="ieee")
+    elif SIGNED:
+        return tl.dot(left, tl.trans(right), qk, input_precision="ieee")
     else:
         return tl.dot(left, tl.trans(right), qk * (scale / size), input_precision="ieee")
 
