@@ -68,6 +68,17 @@ def test_half_precision_without_a_cosine(name: str, kernel: str, device: torch.d
     check(x, BIASES[name](x), kernel, scale=-0.4)
 
 
+@pytest.mark.parametrize(("n", "m"), [(128, 64), (70, 65)])
+@pytest.mark.parametrize("scale", [-0.4, 0.3, -1e-3, 0.0])
+def test_factors_in_half_precision(
+    scale: float, n: int, m: int, kernel: str, device: torch.device
+) -> None:
+    """Whole tiles, and others. Kernels take the sign of a scale, or a tiny one, into q or k."""
+    x = Inputs(device, torch.float16, batch=(1,), n=n, m=m)
+    check(x, x.bias(x.low_rank(3), x.key_bias()), kernel, scale=scale)
+    check(x, x.bias(x.low_rank(3)), kernel, scale=scale)
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_grouped_query_heads(kv_heads: int, kernel: str, device: torch.device) -> None:
     x = Inputs(device, torch.float16, batch=(1,), heads=4, kv_heads=kv_heads, n=20)
