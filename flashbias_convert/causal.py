@@ -72,16 +72,24 @@ def own_cache(cache: Any) -> Any:
     return getattr(cache, "self_attention_cache", cache)
 
 
-def query_start(cache: Any, layer: int | None) -> int | Tensor:
+def query_start(cache: Any, layer: int | None, slots: Tensor | None = None) -> int | Tensor:
     """How many keys a cache of transformers holds before this call adds its own.
 
     Call it before the cache is updated. A static cache answers with a tensor that it changes in
     place, so a copy is returned.
+
+    Args:
+        cache: a cache of transformers, or None.
+        layer: whose cache.
+        slots: places of the new keys in a cache of fixed length, (N,), if the model has made them
+            for all layers: a look at the first spares the card a copy in each layer.
     """
     if cache is None:
         return 0
     start = own_cache(cache).get_seq_length(layer or 0)
-    return start.reshape(()).clone() if isinstance(start, Tensor) else int(start)
+    if isinstance(start, Tensor):
+        return start.reshape(()).clone() if slots is None else slots[0]
+    return int(start)
 
 
 def attend_causal(

@@ -57,7 +57,7 @@ class FusedAttention(PatchedAttention):
             return original
         qkv = self.c_attn(hidden_states).unflatten(-1, (3, self.num_heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        start = query_start(cache, self.layer_idx)
+        start = query_start(cache, self.layer_idx, cache_position)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx, {"cache_position": cache_position})
         (planned,) = self.score_bias.bias.terms

@@ -177,7 +177,7 @@ def triton_attention(
         head_scale,
         args.key_mask,
         0 if isinstance(start, Tensor) else start,
-        start.to(q.device, torch.int32) if isinstance(start, Tensor) else None,
+        start.to(q.device) if isinstance(start, Tensor) else None,
         flags_of(causal=args.causal, cosine=args.cosine, bounded=bounded),
         None if args.gate is None else args.gate.expand(*q.shape[:-1], v.shape[-1]),
     )
@@ -206,7 +206,7 @@ def training_attention(
         head_scale,
         args.key_mask,
         0 if isinstance(start, Tensor) else start,
-        start.to(q.device, torch.int32) if isinstance(start, Tensor) else None,
+        start.to(q.device) if isinstance(start, Tensor) else None,
         flags_of(causal=args.causal, cosine=args.cosine, deterministic=deterministic),
     )
     return out
