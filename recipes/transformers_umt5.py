@@ -47,9 +47,7 @@ def describe(site: Site) -> Description:
 
 def is_untold(module: Any) -> bool:
     """Whether it is a decoder's self-attention, which alone has a table, and does not know it."""
-    return bool(
-        module.is_decoder and module.has_relative_attention_bias and not module.is_causal
-    )
+    return bool(module.is_decoder and module.has_relative_attention_bias and not module.is_causal)
 
 
 _MODULE = "transformers.models.umt5.modeling_umt5"

@@ -70,7 +70,9 @@ def is_causal(name: str) -> bool:
 
 def require_causal(name: str) -> None:
     if not is_causal(name):
-        pytest.skip(f"the decoder of {name} is not causal with sdpa in this version of transformers")
+        pytest.skip(
+            f"the decoder of {name} is not causal with sdpa in this version of transformers"
+        )
 
 
 def t5_case(name: str, side: str | None) -> Case:
