@@ -72,6 +72,18 @@ def own_cache(cache: Any) -> Any:
     return getattr(cache, "self_attention_cache", cache)
 
 
+def cache_of_call(cache: Any, kwargs: dict[str, Any]) -> Any:
+    """The cache of a call, whose argument transformers has given another name.
+
+    Args:
+        cache: what came under the name of now, or in its place among the positional arguments.
+        kwargs: keyword arguments of the call; the older name is taken out, so that the cache can
+            be handed on in its place, which has no name.
+    """
+    older = kwargs.pop("past_key_values", None)
+    return older if cache is None else cache
+
+
 def query_start(cache: Any, layer: int | None, slots: Tensor | None = None) -> int | Tensor:
     """How many keys a cache of transformers holds before this call adds its own.
 

@@ -27,7 +27,7 @@ def kept_with(tensor: Tensor, key: Hashable, make: Callable[[], Any]) -> Any:
     """
     if torch.compiler.is_compiling() or isinstance(tensor, nn.Parameter):
         return make()
-    version = -1 if tensor.is_inference() else tensor._version
+    version = _version(tensor)
     known: tuple[int, dict[Hashable, Any]] | None = getattr(tensor, _ATTRIBUTE, None)
     if known is None or known[0] != version:
         known = (version, {})
@@ -35,3 +35,17 @@ def kept_with(tensor: Tensor, key: Hashable, make: Callable[[], Any]) -> Any:
     if key not in known[1]:
         known[1][key] = make()
     return known[1][key]
+
+
+def kept_with_both(first: Tensor, second: Tensor, key: Hashable, make: Callable[[], Any]) -> Any:
+    """As `kept_with`, made of two tensors; kept with the first, and `second` beside it.
+
+    The tensor itself is kept, so that no other one gets its address.
+    """
+    key = (key, id(second), _version(second))
+    beside, made = kept_with(first, key, lambda: (second, make()))
+    return made if beside is second else make()
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flashbias_convert.about import About
 from flashbias_convert.causal import attend_causal, is_key_table, query_start
-from flashbias_convert.causal_owner import CausalOwner
+from flashbias_convert.causal_owner import CausalOwner, PaddingMaskInGenerate
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.recipe import Description, Owner, Recipe, Site, UnsupportedSite
 from flashbias_convert.terms import Alibi
@@ -98,7 +98,11 @@ recipe = Recipe(
     tested=">=5.17,<5.25",
     attention=BloomAttention,
     describe=describe,
-    owners=(Owner((f"{_MODULE}.BloomModel",), BloomModel),),
+    owners=(
+        Owner((f"{_MODULE}.BloomModel",), BloomModel),
+        # for static caches, transformers 5.18 to 5.20 makes a mask that the original cannot use
+        Owner((f"{_MODULE}.BloomForCausalLM",), PaddingMaskInGenerate),
+    ),
     about=About(
         models="BLOOM, with padding, dynamic and static caches",
         exact="ALiBi; integers instead of a vector rounded to the model's dtype",

@@ -18,7 +18,7 @@ from flashbias_convert.fallback import (
     say_original,
     weights_are_recorded,
 )
-from flashbias_convert.kept import kept_with
+from flashbias_convert.kept import kept_with_both
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.recipe import Description, NoBias, Recipe, Site
 
@@ -68,11 +68,8 @@ class LayoutLMv2SelfAttention(PatchedAttention):
             one = of_page if of_text is None else of_text
             assert one is not None
             return one
-        key = ("with the page", of_page._version)
-        # the tensor itself is kept beside the sum: another one may get its address
-        page, total = kept_with(of_text, key, lambda: (of_page, of_text + of_page))
-        found: Tensor = total if page is of_page else of_text + of_page
-        return found
+        made: Tensor = kept_with_both(of_text, of_page, "total", lambda: of_text + of_page)
+        return made
 
 
 def is_padding(mask: Tensor) -> bool:

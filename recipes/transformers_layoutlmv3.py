@@ -7,31 +7,37 @@ a matrix of its size, and the kernel does not.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from flashbias_convert.about import About
 from flashbias_convert.causal_owner import bound_arguments
-from flashbias_convert.encoder_attention import PADDING, EncoderAttention
+from flashbias_convert.encoder_attention import EncoderAttention, EncoderOwner
 from flashbias_convert.fallback import NO_PADDING_MASK, WEIGHTS, say_original, wants_weights
-from flashbias_convert.patched_owner import PatchedOwner
+from flashbias_convert.kept import kept_with, kept_with_both
 from flashbias_convert.recipe import Description, NoBias, Owner, Recipe, Site
 
 
 class LayoutLMv3SelfAttention(EncoderAttention):
     """`LayoutLMv3SelfAttention`; the projections are the original's."""
 
-    def seen_keys(self, attention_mask: Tensor | None, padding: Any, keys: int) -> Tensor | None:
-        if padding is None:
-            return None
-        patches = keys - padding.shape[-1]  # they follow the text, and none is hidden
-        return F.pad(padding != 0, (0, patches), value=True)
+    def bias_of_call(self, given: Mapping[str, Any], scale: float) -> Tensor:
+        if "position_bias" in given:
+            return super().bias_of_call(given, scale)
+        # older versions add up and scale in each layer
+        of_text, of_page = given["rel_pos"], given["rel_2d_pos"]
+        made: Tensor
+        if of_page is None:
+            made = kept_with(of_text, "scaled", lambda: of_text * scale)
+        else:
+            made = kept_with_both(of_text, of_page, "scaled", lambda: (of_text + of_page) * scale)
+        return made
 
 
-class LayoutLMv3Model(PatchedOwner):
-    """`LayoutLMv3Model`, which hands its padding mask, of the text, to the attention, too."""
+class LayoutLMv3Model(EncoderOwner):
+    """`LayoutLMv3Model`, which makes a mask of padding of the text; its patches are all seen."""
 
     def flashbias_forward(self, *args: Any, **kwargs: Any) -> Any:
         call = bound_arguments(self.original_class.forward, self, args, kwargs)
@@ -39,13 +45,14 @@ class LayoutLMv3Model(PatchedOwner):
         if recorded or (mask is not None and mask.dim() != 2):
             say_original(WEIGHTS if recorded else NO_PADDING_MASK)
             return self.original_forward(*args, **kwargs)
-        return self.original_forward(**call, **{PADDING: mask})
+        with self.lean():
+            return self.original_forward(**call)
 
 
 def describe(site: Site) -> Description:
     """A dense term that the encoder hands over in each call."""
-    module: Any = site.module
-    config = module.config
+    module, owner = cast(Any, site.module), cast(Any, site.owner)
+    config = owner.config
     if not config.has_relative_attention_bias:
         raise NoBias("it is configured without a relative bias")
     patches = (config.input_size // config.patch_size) ** 2 + 1 if config.visual_embed else 0

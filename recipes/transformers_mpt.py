@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flashbias_convert.about import About
-from flashbias_convert.causal import attend_causal, query_start
+from flashbias_convert.causal import attend_causal, cache_of_call, query_start
 from flashbias_convert.causal_owner import CausalOwner, PaddingMaskInGenerate
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.recipe import Description, Owner, Recipe, Site, UnsupportedSite
@@ -37,10 +37,9 @@ class MptAttention(PatchedAttention):
         position_bias: Tensor | None,
         cache: Any = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        cache = past_key_values if cache is None else cache  # its name until transformers 5.17
+        cache = cache_of_call(cache, kwargs)
         if position_bias is None or position_bias.dim() != 1:
             given = (hidden_states, position_bias, cache, attention_mask)
             original: tuple[Tensor, Tensor | None] = self.original_forward(*given, **kwargs)

@@ -6,29 +6,34 @@ mask into another matrix of its size in every layer.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 from torch import Tensor
 
 from flashbias_convert.about import About
-from flashbias_convert.encoder_attention import PADDING, EncoderAttention
+from flashbias_convert.encoder_attention import EncoderAttention, EncoderOwner
 from flashbias_convert.fallback import WEIGHTS, say_original, weights_are_recorded
-from flashbias_convert.patched_owner import PatchedOwner
+from flashbias_convert.kept import kept_with
 from flashbias_convert.recipe import Description, NoBias, Owner, Recipe, Site
 
 
 class ReadingOrderSelfAttention(EncoderAttention):
     """`PPDocLayoutV2ReadingOrderSelfAttention`; the projections are the original's."""
 
-    def seen_keys(self, attention_mask: Tensor | None, padding: Any, keys: int) -> Tensor | None:
-        # all rows of the mask are the same: True, or zero where it is added, is seen
-        row = None if attention_mask is None else attention_mask[:, 0, 0]
-        return row == 0 if row is not None and row.is_floating_point() else row
+    def bias_of_call(self, given: Mapping[str, Any], scale: float) -> Tensor:
+        if "position_bias" in given:
+            return super().bias_of_call(given, scale)
+        # older versions choose and scale in each layer; the bias of the page is not scaled
+        of_page, of_text = given["rel_2d_pos"], given["rel_pos"]
+        if of_page is not None:
+            return of_page
+        made: Tensor = kept_with(of_text, "scaled", lambda: of_text * scale)
+        return made
 
 
-class ReadingOrder(PatchedOwner):
-    """`PPDocLayoutV2ReadingOrder`, which makes a mask of padding and tells its layers so."""
+class ReadingOrder(EncoderOwner):
+    """`PPDocLayoutV2ReadingOrder`, which makes a mask of padding."""
 
     def flashbias_forward(self, *args: Any, **kwargs: Any) -> Any:
         if weights_are_recorded():
@@ -37,17 +42,11 @@ class ReadingOrder(PatchedOwner):
         with self.lean():
             return self.original_forward(*args, **kwargs)
 
-    @property
-    def encoder(self) -> Any:
-        """What the model calls with its mask."""
-        encoder: Any = self._modules["encoder"]
-        return partial(encoder, **{PADDING: True}) if self.is_lean else encoder
-
 
 def describe(site: Site) -> Description:
     """A dense term that the encoder hands over in each call."""
-    module: Any = site.module
-    config = module.config
+    module, owner = cast(Any, site.module), cast(Any, site.owner)
+    config = owner.config
     if not (config.has_relative_attention_bias or config.has_spatial_attention_bias):
         raise NoBias("it is configured without a relative bias")
     n = site.tokens or 302  # 300 boxes, a start and an end

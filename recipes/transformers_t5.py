@@ -21,6 +21,7 @@ from flashbias_convert.built_terms import shared_table
 from flashbias_convert.causal import (
     attend_causal,
     attend_padded,
+    cache_of_call,
     is_key_table,
     own_cache,
     query_start,
@@ -61,11 +62,11 @@ class T5Attention(PatchedAttention):
         cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, ...]:
+        cache = cache_of_call(cache, kwargs)
         if mask is None or not is_key_table(mask):
             given = (hidden_states, mask, key_value_states, position_bias, cache)
             original: tuple[Tensor, ...] = self.original_forward(*given, **kwargs)
             return original
-        cache = kwargs.get("past_key_values") if cache is None else cache  # its older name
         out, table = self.attend(hidden_states, mask, position_bias, cache)
         return out, table, None  # type: ignore[return-value]
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flashbias_convert.about import About
+from flashbias_convert.causal import cache_of_call
 from flashbias_convert.causal_owner import KeyTableOwner, PaddingMaskInGenerate
 from flashbias_convert.fallback import WEIGHTS, say_original, weights_are_recorded
 from flashbias_convert.recipe import Description, Owner, Recipe, Site
@@ -33,6 +34,7 @@ class UdopAttention(T5Attention):
         cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, ...]:
+        cache = cache_of_call(cache, kwargs)
         given = (hidden_states, mask, key_value_states, position_bias, cache)
         if self.is_decoder:
             return super().flashbias_forward(*given, **kwargs)

@@ -7,11 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from flashbias_convert.about import About
-from flashbias_convert.causal import is_key_table
+from flashbias_convert.causal import cache_of_call, is_key_table
 from flashbias_convert.causal_owner import KeyTableOwner, PaddingMaskInGenerate
-from flashbias_convert.recipe import Owner, Recipe
+from flashbias_convert.recipe import Description, Owner, Recipe, Site, UnsupportedSite
 
-from .transformers_t5 import T5Attention, describe, is_self_attention
+from .transformers_t5 import T5Attention, is_self_attention
+from .transformers_t5 import describe as describe_t5
 
 
 class UMT5Attention(T5Attention):
@@ -25,12 +26,28 @@ class UMT5Attention(T5Attention):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        cache = cache_of_call(cache, kwargs)
         if attention_mask is None or not is_key_table(attention_mask):
             given = (hidden_states, encoder_hidden_states, cache, attention_mask)
             original: tuple[Tensor, Tensor | None] = self.original_forward(*given, **kwargs)
             return original
-        cache = kwargs.get("past_key_values") if cache is None else cache  # its older name
         return self.attend(hidden_states, attention_mask, None, cache)[0], None
+
+
+def describe(site: Site) -> Description:
+    """As T5's, unless its decoder is one of those that were not told that they are causal."""
+    module: Any = site.module
+    if is_untold(module):
+        raise UnsupportedSite(
+            "this version of transformers does not tell it that it is causal: where nothing is "
+            "padded it attends to later tokens with sdpa, and not with eager; newer ones do tell"
+        )
+    return describe_t5(site)
+
+
+def is_untold(module: Any) -> bool:
+    """Whether it is a decoder's self-attention, which alone has a table, and does not know it."""
+    return bool(module.is_decoder and module.has_relative_attention_bias and not module.is_causal)
 
 
 _MODULE = "transformers.models.umt5.modeling_umt5"

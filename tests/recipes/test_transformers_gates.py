@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from flashbias_convert import inspect_model, patch_model
 from flashbias_convert.modules import ScoreBiasModule
 from tests.recipes import model_parity as parity
 from tests.recipes.model_parity import PATHS, Case, randomised
+from tests.support import assert_parity
 
 transformers = pytest.importorskip("transformers")
 
@@ -91,7 +93,8 @@ def layoutlm(eager: bool = False, **changes: Any) -> Any:
         "rel_pos_bins": 8, "max_rel_pos": 16, "rel_2d_pos_bins": 8, "max_rel_2d_pos": 24,
     }  # fmt: skip
     config = transformers.LayoutLMv3Config(**settings | changes)
-    config._attn_implementation = "eager" if eager else "sdpa"
+    if eager:
+        config._attn_implementation = "eager"  # else sdpa, where the model offers it
     return randomised(transformers.LayoutLMv3Model(config), rel_pos=4.0)
 
 
@@ -181,6 +184,20 @@ def test_attention_weights_come_from_the_original() -> None:
 def test_layoutlm_without_a_bias_is_left_alone() -> None:
     plan = inspect_model(layoutlm(has_relative_attention_bias=False))
     assert plan.counts() == {"left alone": 2} and "without" in plan.sites[0].reason
+
+
+def test_layoutlm_takes_the_masks_of_flex_attention() -> None:
+    model, mask = layoutlm(), padding()
+    if not model._supports_flex_attn:
+        pytest.skip("LayoutLMv3 does not offer flex attention in this version of transformers")
+    with torch.no_grad():
+        plain = documents(model, mask, image=True).last_hidden_state
+        truth = documents(copy.deepcopy(model).double(), mask, image=True).last_hidden_state
+        model.set_attn_implementation("flex_attention")
+        patch_model(model, backend="sdpa", force_all=True)
+        out = documents(model, mask, image=True).last_hidden_state
+    real = torch.nn.functional.pad(mask.bool(), (0, out.shape[1] - N), value=True)
+    assert_parity(out[real], plain[real], truth[real])
 
 
 @pytest.mark.parametrize("name", ["lilt padded", "layoutlm padded", "wavlm padded"])

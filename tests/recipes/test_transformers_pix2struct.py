@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flashbias_convert import inspect_model, patch_model
+from flashbias_convert.models.caches import CACHE_FIELD
 from tests.recipes import model_parity as parity
 from tests.recipes.model_parity import PATHS, Case, randomised
 
@@ -82,8 +83,8 @@ def in_steps(model: Any) -> Tensor:
     """Five tokens, then one after the other, with what the cache holds."""
     cache, parts, n = None, [], 0
     for size in (5, 1, 1, 3):
-        found = model(tokens()[:, n : n + size], cache=cache, use_cache=True)
-        cache, n = found.cache, n + size
+        found = model(tokens()[:, n : n + size], use_cache=True, **{CACHE_FIELD: cache})
+        cache, n = found[CACHE_FIELD], n + size
         parts.append(found.logits)
     return torch.cat(parts, dim=1)
 

@@ -15,7 +15,7 @@ from flashbias_convert import inspect_model, patch_model, unpatch_model
 from flashbias_convert.attention.backends import BackendFallbackWarning
 from flashbias_convert.fallback import _warn as say_original
 from flashbias_convert.swap import patched_modules
-from tests.recipes.parity import CHECKS, ONCE, Case, check_compiled, check_training
+from tests.recipes.parity import CHECKS, ONCE, Case, check_bfloat16, check_compiled, check_training
 from tests.support import assert_parity
 
 transformers = pytest.importorskip("transformers")
@@ -110,7 +110,19 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("check", CHECKS)
 def test_parity(case: Case, check: Callable[[Case], None]) -> None:
+    if case.name == "MaskFormer" and check is check_bfloat16:
+        require_bfloat16(case)
     check(case)
+
+
+def require_bfloat16(case: Case) -> None:
+    """Skip where the original cannot: that of transformers 5.17 adds a mask in float32."""
+    try:
+        case.output(case.model().bfloat16(), case.inputs().bfloat16())
+    except RuntimeError as error:
+        if "same dtype" not in str(error):
+            raise
+        pytest.skip(f"the original does not run in bfloat16: {error}")
 
 
 @pytest.mark.parametrize("case", [SWIN, SWINV2, DONUT], ids=str)
