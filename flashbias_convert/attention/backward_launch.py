@@ -122,9 +122,11 @@ class GroupCall:
         _, m, d, dv = self.sizes()
         if kernel in _FORCED:
             return _FORCED[kernel]
+        terms = ADDED & set(self.tensors)
         return backward_settings(
-            kernel, m=m, d=padded(d), dv=padded(dv), columns=self.spec.columns, half=self.half()
-        )
+            kernel, m=m, d=padded(d), dv=padded(dv), columns=self.spec.columns, half=self.half(),
+            crowded=len(terms) > 1 or not terms.isdisjoint({"table", "lookup"}),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

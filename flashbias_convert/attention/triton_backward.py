@@ -109,6 +109,8 @@ def query_gradients_kernel(
     GRAD: tl.constexpr = c.do.ptr.dtype.element_ty
     # a gradient of the scale is made of products without it
     SIGNED: tl.constexpr = COLUMNS > 0 and not NATURAL and out.scale is None
+    # two loops take more registers than one, and terms leave few: only where half is hidden
+    SPLIT: tl.constexpr = CAUSAL or not (WHOLE or ADDED)
 
     rows = first + tl.arange(0, BM)
     inside = rows < N
@@ -145,57 +147,64 @@ def query_gradients_kernel(
         phi_tile = 0.0
         if COLUMNS > 0:
             phi_tile = cells(t.phi_k, b, g, from_0, COLUMNS, False)
+        # Tiles of keys that are whole, and seen by all rows, come first: they need no masks.
+        full = M // BN * BN if SPLIT else M
         end = M
         if CAUSAL:
             end = tl.maximum(tl.minimum(M, start + first + BM), 0)
-        for s in tl.range(0, end, BN):
-            keys, in_keys, safe_keys = places(s, M, BN, WHOLE)
-            j = safe_keys[None, :]
-            k = rows_from(k_tile, s, c.k, in_keys, D, BLOCK_D, ALIGNED)
-            v = rows_from(v_tile, s, c.v, in_keys, DV, BLOCK_DV, ALIGNED)
-            qk = tl.dot(q, tl.trans(k), input_precision="ieee")
-            phi_k = 0.0
-            if COLUMNS > 0:
-                phi_k = rows_from(phi_tile, s, t.phi_k, in_keys, COLUMNS, COLUMNS)
-            x = scores(qk, phi_q, phi_k, scale, size, COLUMNS, NATURAL, SIGNED)
-            if ADDED:
-                x = add_terms(
-                    x * unit, t, b, g, i, j, keys[None, :], start, region_value, M, SYMMETRIC
-                )
-            p = weights(x, 1.0 if ADDED else unit, level[:, None], share[:, None], NATURAL)
-            p = hide(p, c, b, rows[:, None], keys[None, :], j, start, M, WHOLE, CAUSAL)
-            dp = tl.dot(do, tl.trans(v), input_precision="ieee")
-            ds = p * (dp - delta[:, None])
+            full = tl.minimum(full, tl.maximum(start + first + 1, 0) // BN * BN)
+        for PASS in tl.static_range(2 if SPLIT else 1):
+            for s in tl.range(full if PASS == 1 else 0, end if PASS == 1 else full, BN):
+                keys, in_keys, safe_keys = places(s, M, BN, WHOLE or (SPLIT and PASS == 0))
+                j = safe_keys[None, :]
+                k = rows_from(k_tile, s, c.k, in_keys, D, BLOCK_D, ALIGNED)
+                v = rows_from(v_tile, s, c.v, in_keys, DV, BLOCK_DV, ALIGNED)
+                qk = tl.dot(q, tl.trans(k), input_precision="ieee")
+                phi_k = 0.0
+                if COLUMNS > 0:
+                    phi_k = rows_from(phi_tile, s, t.phi_k, in_keys, COLUMNS, COLUMNS)
+                x = scores(qk, phi_q, phi_k, scale, size, COLUMNS, NATURAL, SIGNED)
+                if ADDED:
+                    x = add_terms(
+                        x * unit, t, b, g, i, j, keys[None, :], start, region_value, M, SYMMETRIC
+                    )
+                p = weights(x, 1.0 if ADDED else unit, level[:, None], share[:, None], NATURAL)
+                p = hide(
+                    p, c, b, rows[:, None], keys[None, :], j, start, M,
+                    WHOLE or (SPLIT and PASS == 0), CAUSAL and PASS == 1,
+                )  # fmt: skip
+                dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+                ds = p * (dp - delta[:, None])
 
-            short = ds.to(GRAD)
-            d_q = tl.dot(short, k.to(GRAD), d_q, input_precision="ieee")
-            if out.phi_q is not None:
-                d_phi = tl.dot(short, phi_k.to(GRAD), d_phi, input_precision="ieee")
-            if out.scale is not None:
-                d_scale += tl.sum(ds * qk, 1)
-            if out.key_bias_rows is not None:
-                d_key += tl.sum(ds * key_tile(t, b, g, j), 1)
-            if out.alibi_rows is not None:
-                d_alibi += tl.sum(ds * alibi_tile(t, b, g, i, j, start, SYMMETRIC), 1)
-            if out.table_rows is not None:
-                d_table += tl.sum(ds * table_tile(t, b, g, i, j), 1)
-            if out.region_rows is not None:
-                d_region += tl.sum(ds * region_tile(t, b, i, j, region_value), 1)
-            if out.dense_rows is not None:
-                d_dense += tl.sum(ds * dense_tile(t, b, g, i, keys[None, :], M), 1)
-            if out.lookup_rows is not None:
-                d_lookup += tl.sum(ds * lookup_tile(t, b, g, i, j), 1)
-            if out.diagonal is not None:
-                meets = keys[None, :] == (start + rows)[:, None]
-                d_diagonal += tl.sum(tl.where(meets, ds, 0.0), 1)
-            if out.rel_h is not None:
-                # a product with ones where a key has a coordinate: sums of ds by coordinate. In
-                # fp32 alone: in half precision axial terms are factors, see `selection`
-                y = tl.load(t.axial_y + safe_keys)[:, None] == tl.arange(0, BLOCK_KH)[None, :]
-                d_high = tl.dot(short, y.to(GRAD), d_high, input_precision="ieee")
-            if out.rel_w is not None:
-                y = tl.load(t.axial_x + safe_keys)[:, None] == tl.arange(0, BLOCK_KW)[None, :]
-                d_wide = tl.dot(short, y.to(GRAD), d_wide, input_precision="ieee")
+                short = ds.to(GRAD)
+                d_q = tl.dot(short, k.to(GRAD), d_q, input_precision="ieee")
+                if out.phi_q is not None:
+                    d_phi = tl.dot(short, phi_k.to(GRAD), d_phi, input_precision="ieee")
+                if out.scale is not None:
+                    d_scale += tl.sum(ds * qk, 1)
+                if out.key_bias_rows is not None:
+                    d_key += tl.sum(ds * key_tile(t, b, g, j), 1)
+                if out.alibi_rows is not None:
+                    d_alibi += tl.sum(ds * alibi_tile(t, b, g, i, j, start, SYMMETRIC), 1)
+                if out.table_rows is not None:
+                    d_table += tl.sum(ds * table_tile(t, b, g, i, j), 1)
+                if out.region_rows is not None:
+                    d_region += tl.sum(ds * region_tile(t, b, i, j, region_value), 1)
+                if out.dense_rows is not None:
+                    d_dense += tl.sum(ds * dense_tile(t, b, g, i, keys[None, :], M), 1)
+                if out.lookup_rows is not None:
+                    d_lookup += tl.sum(ds * lookup_tile(t, b, g, i, j), 1)
+                if out.diagonal is not None:
+                    meets = keys[None, :] == (start + rows)[:, None]
+                    d_diagonal += tl.sum(tl.where(meets, ds, 0.0), 1)
+                if out.rel_h is not None:
+                    # a product with ones where a key has a coordinate: sums of ds by coordinate. In
+                    # fp32 alone: in half precision axial terms are factors, see `selection`
+                    y = tl.load(t.axial_y + safe_keys)[:, None] == tl.arange(0, BLOCK_KH)[None, :]
+                    d_high = tl.dot(short, y.to(GRAD), d_high, input_precision="ieee")
+                if out.rel_w is not None:
+                    y = tl.load(t.axial_x + safe_keys)[:, None] == tl.arange(0, BLOCK_KW)[None, :]
+                    d_wide = tl.dot(short, y.to(GRAD), d_wide, input_precision="ieee")
 
         if out.dq is not None:
             d_q = d_q * scale

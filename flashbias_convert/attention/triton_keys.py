@@ -111,49 +111,56 @@ def walk_keys(
         phi_tile = 0.0
         if COLUMNS > 0:
             phi_tile = cells(t.phi_q, b, g, from_0, COLUMNS, False)
-        begin = 0
-        if CAUSAL:  # earlier queries see none of these keys
+        # Queries that see all of these keys come first: of them nothing is hidden.
+        begin, seen = 0, 0
+        if CAUSAL:  # earlier queries see none
             begin = tl.maximum(first - start, 0) // BM * BM
-        for s in tl.range(begin, N, BM):
-            rows, inside, safe_rows = places(s, N, BM, WHOLE_ROWS)
-            i = safe_rows[None, :]
-            q = rows_from(q_tile, s, c.q, inside, D, BLOCK_D, ALIGNED)
-            do = rows_from(do_tile, s, c.do, inside, DV, BLOCK_DV, ALIGNED)
-            level, share, delta = row_sums(c, b, h, safe_rows, inside, NATURAL)
-            qk = tl.dot(signed, tl.trans(q), input_precision="ieee")
-            phi_q = 0.0
-            if COLUMNS > 0:
-                phi_q = rows_from(phi_tile, s, t.phi_q, inside, COLUMNS, COLUMNS)
-            x = scores(qk, phi_k, phi_q, scale, size, COLUMNS, NATURAL, SIGNED)
-            if ADDED:
-                x = add_terms(
-                    x * unit, t, b, g, i, j, keys[:, None], start, region_value, M, SYMMETRIC
-                )
-            p = weights(x, 1.0 if ADDED else unit, level[None, :], share[None, :], NATURAL)
-            p = hide(p, c, b, rows[None, :], keys[:, None], j, start, M, WHOLE, CAUSAL)
-            d_v = tl.dot(p.to(GRAD), do, d_v, input_precision="ieee")
-            dp = tl.dot(v, tl.trans(do), input_precision="ieee")
-            ds = p * (dp - delta[None, :])
-            short = ds.to(GRAD)
-            d_k = tl.dot(short, q.to(GRAD), d_k, input_precision="ieee")
-            if out.phi_k is not None:
-                d_phi = tl.dot(short, phi_q.to(GRAD), d_phi, input_precision="ieee")
-            upright = tl.trans(short)
-            if out.q_sums is not None:
-                d_q = tl.dot(upright, k.to(GRAD), input_precision="ieee")
-                add_rows(out.q_sums, b, g, safe_rows, inside, d_q, D, BLOCK_D, ALIGNED_SUMS)
-            if out.phi_q_sums is not None:
-                d_rows = tl.dot(upright, phi_k.to(GRAD), input_precision="ieee")
-                add_rows(out.phi_q_sums, b, g, safe_rows, inside, d_rows, COLUMNS, COLUMNS, True)
-            if out.scale is not None:
-                d_scale += tl.sum(ds * qk, 1)
-            if out.slopes is not None:
-                d_slope += tl.sum(ds * alibi_tile(t, b, g, i, j, start, SYMMETRIC), 1)
-            if out.key_bias is not None:
-                if t.key_bias_rows is not None:
-                    where = i * t.key_bias_rows.strides[4]
-                    ds = ds * tl.load(head(t.key_bias_rows, b, g) + where)
-                d_bias += tl.sum(ds, 1)
+            seen = tl.cdiv(tl.maximum(first + BN - 1 - start, 0), BM) * BM
+        for PASS in tl.static_range(2 if CAUSAL else 1):
+            for s in tl.range(
+                begin if PASS == 1 else seen, tl.minimum(seen, N) if PASS == 1 else N, BM
+            ):
+                rows, inside, safe_rows = places(s, N, BM, WHOLE_ROWS)
+                i = safe_rows[None, :]
+                q = rows_from(q_tile, s, c.q, inside, D, BLOCK_D, ALIGNED)
+                do = rows_from(do_tile, s, c.do, inside, DV, BLOCK_DV, ALIGNED)
+                level, share, delta = row_sums(c, b, h, safe_rows, inside, NATURAL)
+                qk = tl.dot(signed, tl.trans(q), input_precision="ieee")
+                phi_q = 0.0
+                if COLUMNS > 0:
+                    phi_q = rows_from(phi_tile, s, t.phi_q, inside, COLUMNS, COLUMNS)
+                x = scores(qk, phi_k, phi_q, scale, size, COLUMNS, NATURAL, SIGNED)
+                if ADDED:
+                    x = add_terms(
+                        x * unit, t, b, g, i, j, keys[:, None], start, region_value, M, SYMMETRIC
+                    )
+                p = weights(x, 1.0 if ADDED else unit, level[None, :], share[None, :], NATURAL)
+                p = hide(p, c, b, rows[None, :], keys[:, None], j, start, M, WHOLE, PASS == 1)
+                d_v = tl.dot(p.to(GRAD), do, d_v, input_precision="ieee")
+                dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+                ds = p * (dp - delta[None, :])
+                short = ds.to(GRAD)
+                d_k = tl.dot(short, q.to(GRAD), d_k, input_precision="ieee")
+                if out.phi_k is not None:
+                    d_phi = tl.dot(short, phi_q.to(GRAD), d_phi, input_precision="ieee")
+                upright = tl.trans(short)
+                if out.q_sums is not None:
+                    d_q = tl.dot(upright, k.to(GRAD), input_precision="ieee")
+                    add_rows(out.q_sums, b, g, safe_rows, inside, d_q, D, BLOCK_D, ALIGNED_SUMS)
+                if out.phi_q_sums is not None:
+                    d_rows = tl.dot(upright, phi_k.to(GRAD), input_precision="ieee")
+                    add_rows(
+                        out.phi_q_sums, b, g, safe_rows, inside, d_rows, COLUMNS, COLUMNS, True
+                    )
+                if out.scale is not None:
+                    d_scale += tl.sum(ds * qk, 1)
+                if out.slopes is not None:
+                    d_slope += tl.sum(ds * alibi_tile(t, b, g, i, j, start, SYMMETRIC), 1)
+                if out.key_bias is not None:
+                    if t.key_bias_rows is not None:
+                        where = i * t.key_bias_rows.strides[4]
+                        ds = ds * tl.load(head(t.key_bias_rows, b, g) + where)
+                    d_bias += tl.sum(ds, 1)
 
         if out.dk is not None:
             d_k = d_k * scale

@@ -220,7 +220,7 @@ def parts_of_scale(c, scale, h):
 @triton.jit
 def with_sign(x, scale, size, SIGNED: tl.constexpr):
     """Rows of q or k with the sign of the scale, as the forward kernel has it in q: exact, and no
-    multiplication of each score. A tiny scale goes there whole."""
+    multiplication of each score. A tiny scale goes there whole, and is rounded there."""
     if SIGNED:
         return (x * (scale / size)).to(x.dtype)
     else:

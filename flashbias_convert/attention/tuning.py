@@ -117,7 +117,7 @@ def _narrow_heads(shape: LaunchShape, width: int) -> LaunchSettings:
 
 @lru_cache(maxsize=4096)
 def backward_settings(
-    kernel: str, *, m: int, d: int, dv: int, columns: int, half: bool
+    kernel: str, *, m: int, d: int, dv: int, columns: int, half: bool, crowded: bool = False
 ) -> LaunchSettings:
     """Settings for one launch of a backward kernel, chosen so that common sizes fit registers.
 
@@ -129,6 +129,7 @@ def backward_settings(
         d, dv: head sizes, padded to powers of two.
         columns: padded number of factor columns.
         half: fp16 or bf16 inputs.
+        crowded: whether scores get several terms, or one that is looked up: that takes registers.
     """
     width = max(d, dv)
     if not half:
@@ -139,7 +140,9 @@ def backward_settings(
     if width > 128 or columns > 64:
         return LaunchSettings(32, 32, 4, 1)
     if width <= 64 and columns <= 32:
-        return LaunchSettings(64, 64, 4, 2)
+        # three programs share a multiprocessor where that many registers do, and nothing spills
+        enough = {"queries": width <= 32 or columns <= 16, "keys": width <= 32 and columns == 16}
+        return LaunchSettings(64, 64, 4, 2, 168 if enough.get(kernel) and not crowded else None)
     # 64 rows of what is accumulated are the fewest of a wide tensor-core instruction
     if kernel == "keys":
         return LaunchSettings(32, 64, 4, 1 if columns > 32 else 2)

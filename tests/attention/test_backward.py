@@ -79,6 +79,25 @@ def test_factors_in_half_precision(
     check(x, x.bias(x.low_rank(3)), kernel, scale=scale)
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(("n", "m", "start"), [(128, 192, 64), (192, 128, -64), (150, 130, 40)])
+def test_causal_tiles(
+    n: int, m: int, start: int, rank: int, kernel: str, device: torch.device
+) -> None:
+    """Tiles that all see, tiles that some see, and tiles beyond the ends; with grouped heads."""
+    x = Inputs(device, torch.float16, batch=(1,), heads=2, kv_heads=1, n=n, m=m)
+    terms = [x.low_rank(rank)] if rank else []
+    check(x, x.bias(*terms) if terms else None, kernel, causal=True, query_start=start)
+    bias = x.bias(*terms, x.alibi())
+    check(x, bias, kernel, causal=True, query_start=start)
+    said = {"number": start, "tensor": torch.tensor([start], device=device)}
+    found = {
+        how: gradients(x, bias, of_backend(kernel), causal=True, query_start=own)
+        for how, own in said.items()
+    }
+    assert all(torch.equal(found["number"][name], own) for name, own in found["tensor"].items())
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_grouped_query_heads(kv_heads: int, kernel: str, device: torch.device) -> None:
     x = Inputs(device, torch.float16, batch=(1,), heads=4, kv_heads=kv_heads, n=20)
