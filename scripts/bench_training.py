@@ -89,7 +89,7 @@ def bench_row(args: argparse.Namespace, name: str, tokens: int, wait: Wait) -> N
     row["device"] = torch.cuda.get_device_name() if cuda else "CPU"
     told, fine = _tried(functools.partial(judged, name, tokens, args))
     row |= told
-    if cuda:
+    if cuda and fine:
         torch.cuda.empty_cache()
     wait()
     if fine:

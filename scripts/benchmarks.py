@@ -4,9 +4,10 @@ python scripts/benchmarks.py --list
 python scripts/benchmarks.py GROUP... [--output DIR] [--stop-s S]
 
 The commands of a group run one after another, groups beside each other (`beside.py`); a group gets
-cores before those that are named after it. Tables go to --output, and rows that they have there
-are not measured again: a run that is cut goes on where it was. To measure something anew, take its
-rows out, or name another folder. What needs data or other packages is not here.
+cores before those that are named after it. Tables go to --output. With `--resume` among its options
+(--list shows them) a command does not measure again what its table has there, so that a run that is
+cut goes on where it was: to measure a row anew, also one that failed, take it out, or name another
+folder. Other commands write a new table. What needs data or other packages is not here.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from beside import run, told
+from beside import ends_by_signal, run, told
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILED = (
@@ -32,7 +33,7 @@ PAIRS = "--device cuda --limit-s 200 --ranks 32 96 --network-ranks 96 --repeats 
 def _models(names: str, variants: str, together: int = 8) -> str:
     return (
         f"bench_models.py --models {names} --variants {variants} --together {together} "
-        "--limit-s 500 --repeats 10 --resume --output {output}/bench_models.csv"
+        "--repeats 10 --resume --output {output}/bench_models.csv"
     )
 
 
@@ -65,7 +66,7 @@ GROUPS = {
     ],
     "families": [
         "bench_models.py --models families --variants original-compiled ours-compiled "
-        "--together 14 --limit-s 500 --resume --output {output}/bench_families.csv",
+        "--together 14 --resume --output {output}/bench_families.csv",
     ],
     "profiles": [
         "profile_models.py --models swinv2-b --variants original-compiled ours-compiled "
@@ -128,6 +129,7 @@ def main() -> int:
             print(f"{group}:", *commands(group, output), sep="\n    ")
         return 0
     output.mkdir(parents=True, exist_ok=True)
+    ends_by_signal()
     streams = [stream(group, output, place) for place, group in enumerate(options.groups)]
     return told(run(streams, options.logs, options.settle_s, options.stop_s))
 

@@ -7,8 +7,8 @@ card beside the others until a script among them measures (`turns.alone`): then 
 other commands are stopped until it has done so. Commands that measure without asking are disturbed,
 and disturb nobody who asks. Triton's and Inductor's caches are a command's own, since a stopped
 process may hold a lock of them. Output goes to files; their ends are printed. Leaves with 1 if a
-command failed, or had to be ended after --stop-s. A command's own `--limit-s` and `--stop-s` do not
-wait while it is stopped.
+command failed, or had to be ended after --stop-s. Limits of time that a command has itself do not
+wait while it is stopped: give it none, or long ones.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import contextlib
 import math
 import os
 import selectors
+import signal
 import socket
 import struct
 import subprocess
@@ -44,6 +45,8 @@ class Command:
     Attributes:
         text: what was asked for.
         process: its shell.
+        shell: that process as psutil knows it, so that no other one that gets its number is taken
+            for it.
         log: everything it printed.
         seconds: it took, or None while it runs.
         alone_s: of them it had the machine alone.
@@ -52,6 +55,7 @@ class Command:
 
     text: str
     process: subprocess.Popen[bytes]
+    shell: psutil.Process
     log: Path
     seconds: float | None = None
     alone_s: float = 0.0
@@ -60,8 +64,8 @@ class Command:
     def tree(self) -> list[psutil.Process]:
         """Every process of it that still runs."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            shell = psutil.Process(self.process.pid)
-            return [shell, *shell.children(recursive=True)]
+            if self.process.returncode is None and self.shell.is_running():
+                return [self.shell, *self.shell.children(recursive=True)]
         return []
 
     def stop(self) -> None:
@@ -90,9 +94,9 @@ def start(text: str, number: int, logs: Path, address: str) -> Command:
     with log.open("wb") as output:
         process = subprocess.Popen(
             text, shell=True, stdout=output, stderr=subprocess.STDOUT,
-            env={**caches, **os.environ, BESIDE: address},
+            env={**os.environ, **caches, BESIDE: address},
         )  # fmt: skip
-    return Command(text, process, log)
+    return Command(text, process, psutil.Process(process.pid), log)
 
 
 def peer(connection: socket.socket) -> int:
@@ -174,7 +178,8 @@ def run(texts: list[str], logs: Path, settle_s: float, stop_s: float = math.inf)
                         command.seconds = time.monotonic() - started
         finally:
             for command in commands:
-                for process in command.tree():
+                command.stop()  # nothing is started meanwhile
+                for process in command.stopped:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.kill()
                 command.process.wait()
@@ -191,7 +196,18 @@ def main() -> int:
     parser.add_argument("--stop-s", type=float, default=math.inf, help="end what still runs then")
     parser.add_argument("--settle-s", type=float, default=0.3, help="after others are stopped")
     options = parser.parse_args()
+    ends_by_signal()
     return told(run(options.commands, options.logs, options.settle_s, options.stop_s))
+
+
+def ends_by_signal() -> None:
+    """Leave as by Ctrl-C when something ends this program: nobody else would let others go on."""
+
+    def leave(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, leave)
 
 
 def told(commands: list[Command]) -> int:

@@ -22,15 +22,23 @@ BESIDE = "FLASHBIAS_BESIDE"
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Measurements in here share the machine with no other program that `beside.py` started."""
+    """Measurements in here share the machine with no other program that `beside.py` started.
+
+    Raises:
+        RuntimeError: it gives the machine to nobody any more.
+    """
     address = os.environ.get(BESIDE)
     if address is None:
         yield
         return
     with socket.socket(socket.AF_UNIX) as asked:  # closed when this process dies, too
         asked.connect(address)
-        asked.recv(1)
-        yield
+        if asked.recv(1) != b"1":
+            raise RuntimeError("beside.py, which had started this, has ended")
+        try:
+            yield
+        finally:  # a forked process has the socket, too, and closing it here would say nothing
+            asked.shutdown(socket.SHUT_RDWR)
 
 
 def _run(job: Callable[..., None], arguments: tuple[Any, ...], ready: Any, turn: Any) -> None:

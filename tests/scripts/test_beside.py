@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -82,3 +87,44 @@ def test_what_still_runs_when_the_time_is_up_is_ended(tmp_path: Path) -> None:
     (command,) = run([f"{sys.executable} -c 'import time; time.sleep(60)'"], tmp_path, 0, 0.2)
     assert command.seconds is None
     assert command.process.returncode != 0
+
+
+def test_a_signal_ends_everything(tmp_path: Path) -> None:
+    """Also what was stopped because another one measured."""
+    waits = "import pathlib, time; pathlib.Path({!r}).touch(); time.sleep(60)"
+    measures = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); from turns import alone\n"
+    measures += "with alone():\n    " + waits.format(str(tmp_path / "measures"))
+    for name, source in (("one", waits.format(str(tmp_path / "waits"))), ("two", measures)):
+        (tmp_path / f"{name}.py").write_text(source)
+    commands = [f"{sys.executable} {tmp_path}/{name}.py" for name in ("one", "two")]
+    beside = subprocess.Popen([sys.executable, SCRIPTS / "beside.py", *commands], cwd=tmp_path)
+    ends = time.monotonic() + 60
+    while not (tmp_path / "measures").exists() or not (tmp_path / "waits").exists():
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+    below = psutil.Process(beside.pid).children(recursive=True)
+    assert len(below) >= 2
+    beside.send_signal(signal.SIGTERM)
+    assert beside.wait(30) != 0
+    _, left = psutil.wait_procs(below, timeout=10)
+    assert left == []
+
+
+def test_a_forked_process_does_not_keep_the_machine(tmp_path: Path) -> None:
+    source = f"""
+import os, sys, time
+sys.path.insert(0, {str(SCRIPTS)!r})
+from turns import alone
+with alone():
+    if os.fork() == 0:
+        time.sleep(20)
+        os._exit(0)
+time.sleep(0.5)
+os._exit(0)
+"""
+    (tmp_path / "job.py").write_text(source)
+    counts = f"{sys.executable} -c 'import time; time.sleep(0.1)'"
+    started = time.monotonic()
+    commands = run([f"{sys.executable} {tmp_path}/job.py", counts], tmp_path / "logs", 0)
+    assert [command.process.returncode for command in commands] == [0, 0]
+    assert time.monotonic() - started < 15
