@@ -46,7 +46,7 @@ def compose(recipe_class: type[Composed], original_class: type[nn.Module]) -> ty
     """The class of a patched module: `recipe_class` in front of `original_class`, made once."""
     if (recipe_class, original_class) not in _COMPOSED:
         _COMPOSED[recipe_class, original_class] = type(
-            f"{PATCHED_PREFIX}{original_class.__name__}",
+            _name(original_class),
             (recipe_class, original_class),
             {
                 # transformers looks up what a model can return by the printed name of its class
@@ -58,6 +58,12 @@ def compose(recipe_class: type[Composed], original_class: type[nn.Module]) -> ty
             },
         )
     return _COMPOSED[recipe_class, original_class]
+
+
+def _name(original_class: type[nn.Module]) -> str:
+    """Not another one for a whole model of transformers, which writes it into its config."""
+    whole = hasattr(original_class, "save_pretrained")
+    return original_class.__name__ if whole else f"{PATCHED_PREFIX}{original_class.__name__}"
 
 
 def _named_arguments(

@@ -125,13 +125,13 @@ recipe = Recipe(
     title="GPT-2 with ALiBi (this package)",
     classes=(f"{_MODULE}.AlibiGPT2Attention",),
     library="transformers",
-    tested=">=5.17,<5.25",
+    tested=">=5.16,<5.25",
     attention=FusedAttention,
     describe=describe,
     owners=(Owner((f"{_MODULE}.AlibiGPT2Model",), LeanModel),),
     about=About(
         models="GPT-2 with ALiBi, `flashbias_convert.models.alibi_gpt2`",
         exact="ALiBi",
-        tested="transformers 5.17 to 5.24",
+        tested="transformers 5.16 to 5.24",
     ),
 )

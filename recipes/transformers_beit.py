@@ -179,7 +179,7 @@ recipe = Recipe(
     title="BEiT (transformers)",
     classes=(f"{_MODULE}.BeitLayer",),
     library="transformers",
-    tested=">=5.24,<5.25",
+    tested=">=5.16,<5.25",
     attention=BeitLayer,
     describe=describe,
     owners=(

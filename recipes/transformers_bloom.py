@@ -95,7 +95,7 @@ recipe = Recipe(
     title="BLOOM (transformers)",
     classes=(f"{_MODULE}.BloomAttention",),
     library="transformers",
-    tested=">=5.17,<5.25",
+    tested=">=5.16,<5.25",
     attention=BloomAttention,
     describe=describe,
     owners=(

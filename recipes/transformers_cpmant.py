@@ -9,7 +9,7 @@ recipe = refused(
     title="CPM-Ant (transformers)",
     classes=("transformers.models.cpmant.modeling_cpmant.CpmAntAttention",),
     library="transformers",
-    tested=">=5.24,<5.25",
+    tested=">=5.16,<5.25",
     models="CPM-Ant",
     reason=(
         "its bias depends on the segments of each batch (distances inside one, a number for "

@@ -104,7 +104,7 @@ recipe = Recipe(
         f"{_MODULE}.Data2VecVisionSdpaSelfAttention",
     ),
     library="transformers",
-    tested=">=5.24,<5.25",
+    tested=">=5.16,<5.25",
     attention=Data2VecAttention,
     describe=describe,
     owners=(

@@ -13,7 +13,7 @@ recipe = refused(
         "transformers.models.sew_d.modeling_sew_d.DisentangledSelfAttention",
     ),
     library="transformers",
-    tested=">=5.24,<5.25",
+    tested=">=5.16,<5.25",
     models="DeBERTa, DeBERTa V2 and V3, SEW-D",
     reason=(
         "it adds products of queries and of keys with an embedding of their distance: "

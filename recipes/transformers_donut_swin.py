@@ -91,7 +91,7 @@ recipe = Recipe(
     title="Swin of Donut, MaskFormer and CLAP (transformers)",
     classes=_classes("SelfAttention"),
     library="transformers",
-    tested=">=5.24,<5.25",
+    tested=">=5.16,<5.25",
     attention=SwinSelfAttention,
     describe=describe,
     owners=(Owner(_classes("Layer"), ShiftedLayer, when=is_shifted, required=False),),

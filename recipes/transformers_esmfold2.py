@@ -57,7 +57,7 @@ recipe = Recipe(
     title="EsmFold2, diffusion (transformers)",
     classes=("transformers.models.esmfold2.modeling_esmfold2.EsmFold2DiffusionAttention",),
     library="transformers",
-    tested=">=5.24,<5.25",
+    tested=">=5.16,<5.25",
     attention=DiffusionAttention,
     describe=describe,
     about=About(

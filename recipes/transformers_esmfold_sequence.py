@@ -87,7 +87,7 @@ recipe = Recipe(
     title="ESMFold, attention with pair bias (transformers)",
     classes=("transformers.models.esm.modeling_esmfold.EsmFoldSelfAttention",),
     library="transformers",
-    tested=">=5.24,<5.25",
+    tested=">=5.16,<5.25",
     attention=EsmFoldSelfAttention,
     describe=describe,
     observe=observe,

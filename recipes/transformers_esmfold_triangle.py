@@ -11,7 +11,7 @@ recipe = Recipe(
     title="ESMFold, triangle attention (transformers)",
     classes=("transformers.models.esm.modeling_esmfold.EsmFoldTriangleAttention",),
     library="transformers",
-    tested=">=5.24,<5.25",
+    tested=">=5.16,<5.25",
     attention=TriangleAttention,
     describe=describe,
     observe=observe,

@@ -111,7 +111,7 @@ recipe = Recipe(
     title="Falcon with ALiBi (transformers)",
     classes=(f"{_MODULE}.FalconAttention",),
     library="transformers",
-    tested=">=5.17,<5.25",
+    tested=">=5.16,<5.25",
     attention=FalconAttention,
     describe=describe,
     owners=(

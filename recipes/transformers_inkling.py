@@ -19,7 +19,7 @@ recipe = refused(
         for cls in classes
     ),
     library="transformers",
-    tested=">=5.24,<5.25",
+    tested=">=5.16,<5.25",
     models="Inkling, Inkling 2, Inkling 2 Loop",
     reason=(
         "each query mixes its own bias from profiles of the distance: each call has another "

@@ -92,7 +92,7 @@ recipe = Recipe(
     title="LayoutLMv2 (transformers)",
     classes=("transformers.models.layoutlmv2.modeling_layoutlmv2.LayoutLMv2SelfAttention",),
     library="transformers",
-    tested=">=5.24,<5.25",
+    tested=">=5.16,<5.25",
     attention=LayoutLMv2SelfAttention,
     describe=describe,
     about=About(

@@ -68,7 +68,7 @@ recipe = Recipe(
     title="LayoutLMv3 (transformers)",
     classes=(f"{_MODULE}.LayoutLMv3SelfAttention",),
     library="transformers",
-    tested=">=5.24,<5.25",
+    tested=">=5.16,<5.25",
     attention=LayoutLMv3SelfAttention,
     describe=describe,
     owners=(Owner((f"{_MODULE}.LayoutLMv3Model",), LayoutLMv3Model),),

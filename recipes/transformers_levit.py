@@ -12,7 +12,7 @@ recipe = refused(
         "transformers.models.levit.modeling_levit.LevitAttentionSubsample",
     ),
     library="transformers",
-    tested=">=5.24,<5.25",
+    tested=">=5.16,<5.25",
     models="LeViT",
     reason=(
         "its bias is a small table, 196 x 196 numbers a head at 224 pixels, that the whole batch "

@@ -80,7 +80,7 @@ recipe = Recipe(
     title="LiLT (transformers)",
     classes=(f"{_MODULE}.LiltSelfAttention",),
     library="transformers",
-    tested=">=5.24,<5.25",
+    tested=">=5.16,<5.25",
     attention=LiltSelfAttention,
     describe=describe,
     owners=(Owner((f"{_MODULE}.LiltModel",), KeyTableOwner),),

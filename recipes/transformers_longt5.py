@@ -137,7 +137,7 @@ recipe = Recipe(
     title="Encoder of LongT5 (transformers)",
     classes=(f"{_MODULE}.LongT5LocalAttention", f"{_MODULE}.LongT5TransientGlobalAttention"),
     library="transformers",
-    tested=">=5.24,<5.25",
+    tested=">=5.16,<5.25",
     attention=BlockAttention,
     describe=describe,
     about=About(

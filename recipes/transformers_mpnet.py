@@ -92,7 +92,7 @@ recipe = Recipe(
     title="MPNet (transformers)",
     classes=(f"{_MODULE}.MPNetSelfAttention",),
     library="transformers",
-    tested=">=5.24,<5.25",
+    tested=">=5.16,<5.25",
     attention=MPNetSelfAttention,
     describe=describe,
     owners=(

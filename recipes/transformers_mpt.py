@@ -89,7 +89,7 @@ recipe = Recipe(
     title="MPT (transformers)",
     classes=(f"{_MODULE}.MptAttention",),
     library="transformers",
-    tested=">=5.17,<5.25",
+    tested=">=5.16,<5.25",
     attention=MptAttention,
     describe=describe,
     owners=(

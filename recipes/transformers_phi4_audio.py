@@ -115,7 +115,7 @@ recipe = Recipe(
     title="Audio encoder of Phi-4-multimodal (transformers)",
     classes=(f"{_MODULE}.Phi4MultimodalAudioAttention",),
     library="transformers",
-    tested=">=5.24,<5.25",
+    tested=">=5.16,<5.25",
     attention=Phi4AudioAttention,
     describe=describe,
     owners=(Owner((f"{_MODULE}.Phi4MultimodalAudioModel",), Phi4AudioModel),),

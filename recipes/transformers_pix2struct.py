@@ -62,7 +62,7 @@ recipe = Recipe(
     title="Pix2Struct, text decoder (transformers)",
     classes=(f"{_PREFIX}TextAttention",),
     library="transformers",
-    tested=">=5.24,<5.25",
+    tested=">=5.16,<5.25",
     attention=Pix2StructAttention,
     describe=describe,
     owners=(

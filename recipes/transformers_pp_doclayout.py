@@ -61,7 +61,7 @@ recipe = Recipe(
     title="PP-DocLayoutV2, reading order (transformers)",
     classes=(f"{_MODULE}.PPDocLayoutV2ReadingOrderSelfAttention",),
     library="transformers",
-    tested=">=5.24,<5.25",
+    tested=">=5.16,<5.25",
     attention=ReadingOrderSelfAttention,
     describe=describe,
     owners=(Owner((f"{_MODULE}.PPDocLayoutV2ReadingOrder",), ReadingOrder),),

@@ -40,7 +40,7 @@ recipe = refused(
         "transformers.models.xlnet.modeling_xlnet.XLNetRelativeAttention",
     ),
     library="transformers",
-    tested=">=5.24,<5.25",
+    tested=">=5.16,<5.25",
     models=(
         "XLNet, Funnel, VITS, SpeechT5, and the Conformers of Wav2Vec2, SeamlessM4T, FastSpeech 2, "
         "Parakeet, Nemotron, Granite Speech, Gemma"

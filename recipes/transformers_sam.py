@@ -87,7 +87,7 @@ recipe = Recipe(
         for cls in classes
     ),
     library="transformers",
-    tested=">=5.24,<5.25",
+    tested=">=5.16,<5.25",
     attention=SamVisionAttention,
     describe=describe,
     about=About(

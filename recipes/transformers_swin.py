@@ -80,7 +80,7 @@ recipe = Recipe(
     title="Swin Transformer (transformers)",
     classes=(f"{_MODULE}.SwinAttention",),
     library="transformers",
-    tested=">=5.24,<5.25",
+    tested=">=5.16,<5.25",
     attention=SwinAttention,
     describe=describe,
     owners=(Owner((f"{_MODULE}.SwinLayer",), ShiftedLayer, when=is_shifted, required=False),),

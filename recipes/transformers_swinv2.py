@@ -115,7 +115,7 @@ recipe = Recipe(
     title="Swin Transformer V2, Swin2SR (transformers)",
     classes=tuple(f"{prefix}SelfAttention" for prefix in _PREFIXES),
     library="transformers",
-    tested=">=5.24,<5.25",
+    tested=">=5.16,<5.25",
     attention=Swinv2SelfAttention,
     describe=describe,
     owners=(Owner(_LAYERS, ShiftedLayer, when=is_shifted, required=False),),

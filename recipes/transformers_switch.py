@@ -53,7 +53,7 @@ recipe = Recipe(
     title="Switch Transformers (transformers)",
     classes=(f"{_PREFIX}Attention",),
     library="transformers",
-    tested=">=5.24,<5.25",
+    tested=">=5.16,<5.25",
     attention=SwitchAttention,
     describe=describe,
     owners=(

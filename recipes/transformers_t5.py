@@ -136,7 +136,7 @@ recipe = Recipe(
     title="T5, mT5, Pop2Piano, decoder of LongT5 (transformers)",
     classes=tuple(f"{prefix}Attention" for prefix in _PREFIXES),
     library="transformers",
-    tested=">=5.24,<5.25",
+    tested=">=5.16,<5.25",
     attention=T5Attention,
     describe=describe,
     owners=(

@@ -76,7 +76,7 @@ recipe = Recipe(
     title="UDOP (transformers)",
     classes=(f"{_PREFIX}Attention",),
     library="transformers",
-    tested=">=5.24,<5.25",
+    tested=">=5.16,<5.25",
     attention=UdopAttention,
     describe=describe,
     owners=(

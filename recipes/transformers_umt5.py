@@ -57,7 +57,7 @@ recipe = Recipe(
     title="UMT5 (transformers)",
     classes=(f"{_MODULE}.UMT5Attention",),
     library="transformers",
-    tested=">=5.24,<5.25",
+    tested=">=5.16,<5.25",
     attention=UMT5Attention,
     describe=describe,
     owners=(
@@ -66,7 +66,7 @@ recipe = Recipe(
     ),
     shares=is_self_attention,
     about=About(
-        models="UMT5, as T5",
+        models="UMT5, as T5; its decoder from transformers 5.18 on",
         exact="its bias of the distance, which each layer makes once a call",
     ),
 )

@@ -42,7 +42,7 @@ recipe = Recipe(
     title="ViTDet (transformers)",
     classes=("transformers.models.vitdet.modeling_vitdet.VitDetAttention",),
     library="transformers",
-    tested=">=5.24,<5.25",
+    tested=">=5.16,<5.25",
     attention=VitDetAttention,
     describe=describe,
     about=About(

@@ -103,7 +103,7 @@ recipe = Recipe(
     title="WavLM (transformers)",
     classes=(f"{_MODULE}.WavLMAttention",),
     library="transformers",
-    tested=">=5.24,<5.25",
+    tested=">=5.16,<5.25",
     attention=WavLMAttention,
     describe=describe,
     owners=(Owner(_ENCODERS, WavLMEncoder),),

@@ -162,7 +162,7 @@ def from_config(config: Mapping[str, Any], origin: str) -> Architecture:
     known = isinstance(classes, list) and isinstance(classes[0], str)
     if not known or not isinstance(config.get("model_type"), str):
         raise UnknownArchitectureError(f"{origin} names no architecture")
-    # a patched model that transformers saved by itself has the name of its patched class
+    # of a patched model that transformers saved by itself, before patched models kept their names
     name = classes[0].removeprefix(PATCHED_PREFIX)
     return Architecture("transformers", name, without_code(config), origin=origin)
 

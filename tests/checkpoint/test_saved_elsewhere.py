@@ -244,10 +244,16 @@ def test_damaged_terms_are_one_clear_error(tmp_path: Path, damage: Any) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_an_architecture_named_after_a_patched_class_is_the_original_one(tmp_path: Path) -> None:
-    model = bloom(transformers.BloomModel)
+@pytest.mark.parametrize("kind", ["BloomModel", "BloomForCausalLM"])
+def test_a_config_names_the_original_class(tmp_path: Path, kind: str) -> None:
+    cls = getattr(transformers, kind)
+    model = bloom(cls)
     patch_model(model, force_all=True)
     model.save_pretrained(tmp_path / "m")
-    config = json.loads((tmp_path / "m" / "config.json").read_text())
-    assert config["architectures"] == ["FlashBiasBloomModel"]
+    file = tmp_path / "m" / "config.json"
+    config = json.loads(file.read_text())
+    assert config["architectures"] == [kind]
     assert type(transformers.AutoModel.from_pretrained(tmp_path / "m")) is transformers.BloomModel
+    # folders that were saved when patched models had names of their own
+    file.write_text(json.dumps(config | {"architectures": [f"FlashBias{kind}"]}))
+    assert isinstance(load_model(tmp_path / "m"), cls)

@@ -325,7 +325,8 @@ def plan_of_transformers(rank: int, world: int) -> dict[str, Any]:
         dist.barrier()
     weight = model.transformer.h[0].self_attention.query_key_value.weight
     patch_model(model.eval(), backend="sdpa")
-    shard_sites(model, model._device_mesh["tp"])
+    mesh = model._device_mesh
+    shard_sites(model, mesh["tp"] if mesh.mesh_dim_names else mesh)  # older ones have no names
     text = ocr.model.language_model.layers[0].self_attn.q_proj.weight
     with torch.no_grad():
         seen = ocr(**inputs).logits

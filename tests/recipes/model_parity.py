@@ -6,6 +6,7 @@ Other weights bring their own bias here; `parity` is for terms that are made of 
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -63,6 +64,14 @@ class Case:
         """What a model of this case computes, without gradients."""
         with torch.no_grad():
             return self.run(model)
+
+
+def file_of(family: str) -> Any:
+    """The file of transformers with the models of a family; skips where this version has none."""
+    name = f"transformers.models.{family}"
+    reason = f"this version of transformers has no {family}"
+    pytest.importorskip(name, reason=reason, exc_type=ModuleNotFoundError)
+    return importlib.import_module(f"{name}.modeling_{family}")
 
 
 def randomised(model: Any, std: float = 0.15, **large: float) -> Any:

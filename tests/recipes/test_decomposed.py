@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,7 +106,7 @@ class Alone(nn.Module):
 
     def __init__(self, family: str, cls: str) -> None:
         super().__init__()
-        module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        module = parity.file_of(family)
         config = SimpleNamespace(
             hidden_size=32, num_attention_heads=4, image_size=32, patch_size=4, qkv_bias=True,
             use_rel_pos=True, use_relative_position_embeddings=True, attention_dropout=0.0,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import inspect
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import nn
 from flashbias_convert import inspect_model, patch_model
 from flashbias_convert.checkpoint.convert import require_patched
 from flashbias_convert.errors import NothingToConvertError
+from tests.recipes.model_parity import file_of
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
@@ -75,7 +75,7 @@ def speech_t5() -> nn.Module:
 
 def attention_of(family: str, config: str, *classes: str, **sizes: Any) -> nn.Module:
     """The attention classes of a family of transformers, without the model around them."""
-    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    module = file_of(family)
     settings = getattr(transformers, config)(**sizes)
     layers = [getattr(module, name) for name in classes]
     needs_index = ["layer_idx" in inspect.signature(layer).parameters for layer in layers]

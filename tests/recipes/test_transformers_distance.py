@@ -64,7 +64,7 @@ def t5(name: str, **changes: Any) -> Any:
 
 
 def is_causal(name: str) -> bool:
-    """Whether a decoder is told so by this version of transformers; that of UMT5 is, since 5.18."""
+    """Whether a decoder is told so; that of UMT5 is since transformers 5.18."""
     return bool(t5(name).decoder.block[0].layer[0].SelfAttention.is_causal)
 
 
