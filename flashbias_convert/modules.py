@@ -148,7 +148,7 @@ class ScoreBiasModule(SavedTerms):
     def learns(self) -> bool:
         """Whether the terms are parameters."""
         return self.trained and any(
-            bool(terms._parameters)
+            len(terms._parameters) > 0  # Dynamo of torch 2.11 traces no bool of a dictionary
             for terms in self._modules.values()
             if isinstance(terms, TermTensors)
         )

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..errors import UsageError
+from ..patched_attention import PatchedAttention
 
 #: what the original's rounding is measured against
 WIDER = {
@@ -38,12 +39,28 @@ def wider(dtype: torch.dtype) -> torch.dtype:
 
 
 def placed(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The model itself if it is there and of that dtype already, else a copy."""
+    """The model, in evaluation mode, if it is there and of that dtype already, else a copy."""
     tensors = [*model.parameters(), *model.buffers()]
     floats = [p for p in model.parameters() if p.is_floating_point()]
     if all(t.device == device for t in tensors) and all(p.dtype == dtype for p in floats):
         return model
-    return copy.deepcopy(model).to(device=device, dtype=dtype)
+    made = copy.deepcopy(model).to(device=device, dtype=dtype)
+    _forget(made)
+    return made
+
+
+def _forget(model: nn.Module) -> None:
+    """Drop what modules keep that they made of their weights: a cast leaves it in the old dtype.
+
+    TinyViT of older versions of timm keeps its bias so. What keeps anything drops it in training
+    mode, by a `train` of its own.
+    """
+    for module in model.modules():
+        if type(module).train is nn.Module.train:
+            continue
+        if not any(isinstance(part, PatchedAttention) for part in module.modules()):
+            module.train(True)
+            module.train(False)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
