@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from functools import cache
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from flashbias_convert.about import About
@@ -18,6 +20,9 @@ class GlobalWindowAttention(PatchedAttention):
 
     bypassed = ("rel_pos", "attn_drop")
 
+    #: see `queries_by_image`; asked when the class is made: compiled code finds the answer
+    by_image: ClassVar[bool]
+
     num_heads: int
     head_dim: int
     scale: float
@@ -26,6 +31,10 @@ class GlobalWindowAttention(PatchedAttention):
     qkv: nn.Linear
     proj: nn.Linear
     proj_drop: nn.Dropout
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.by_image = queries_by_image()
 
     def bias_sources(self) -> tuple[Tensor | Hashable, ...]:
         source: Any = self.rel_pos
@@ -36,11 +45,29 @@ class GlobalWindowAttention(PatchedAttention):
         made = self.qkv(x).reshape(windows, n, -1, self.num_heads, self.head_dim)
         *q, k, v = made.permute(2, 0, 3, 1, 4).unbind(0)  # views, (B * nW, H, N, D)
         if self.use_global and q_global is not None:
-            # all windows of an image, which stand together, have the same queries
-            each = q_global.repeat_interleave(windows // len(q_global), dim=0)
-            q = [each.reshape(windows, n, self.num_heads, self.head_dim).transpose(1, 2)]
+            each, times = q_global.flatten(1, -2), windows // len(q_global)  # (B, N, C)
+            each = each.repeat_interleave(times, 0) if self.by_image else each.repeat(times, 1, 1)
+            q = [each.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)]
         out = self.score_bias(q[0], k, v, scale=self.scale).transpose(1, 2).flatten(2)
         return self.proj_drop(self.proj(out))
+
+
+@cache
+def queries_by_image() -> bool:
+    """Whether the windows of an image, which stand together, get the queries of that image.
+
+    Older versions of timm hand the queries of the images out in turn, so that windows of a batch
+    get those of another image. Tried out with two windows of each of two images.
+    """
+    from timm.models.gcvit import WindowAttentionGlobal
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+        attention = WindowAttentionGlobal(1, 1, (1, 2)).float().eval()
+        for parameter in attention.parameters():
+            parameter.fill_(1.0)
+        tokens = torch.tensor([[0.0], [1.0]], dtype=torch.float32)
+        out = attention(tokens.expand(4, 2, 1), tokens.repeat(1, 2).view(2, 1, 2, 1))
+    return torch.equal(out[0], out[1])
 
 
 def describe(site: Site) -> Description:

@@ -15,6 +15,7 @@ from flashbias_convert.built_terms import cls_window_table
 from flashbias_convert.errors import NothingToConvertError, StaleTermsError
 from tests.recipes.parity import CHECKS, ONCE, Case, original
 from tests.support import assert_parity
+from tests.timm_abilities import RESIZES, needs
 
 beit = pytest.importorskip("timm.models.beit")
 
@@ -159,6 +160,7 @@ def test_blocks_with_a_shared_bias_are_converted_together() -> None:
 @pytest.mark.parametrize("case", [OWN, BOTH], ids=str)
 def test_another_size_is_refused_until_patched_again(case: Case) -> None:
     model = case.model()
+    needs(hasattr(model, "set_input_size"), RESIZES)
     case.patch(model)
     model.set_input_size(img_size=(28, 20))
     x = torch.randn(2, 3, 28, 20, generator=torch.Generator().manual_seed(1))

@@ -13,6 +13,7 @@ from flashbias_convert import inspect_model, load_model, patch_model, save_model
 from tests.recipes import model_parity as parity
 from tests.recipes.model_parity import PATHS, Case, randomised
 from tests.support import assert_parity
+from tests.timm_abilities import RESIZES, needs
 
 relpos = pytest.importorskip("timm.models.vision_transformer_relpos")
 
@@ -94,6 +95,7 @@ def test_no_matrix_is_handed_on(name: str) -> None:
 
 def test_another_image_size_brings_its_table() -> None:
     model = CASES["table cls"].make()
+    needs(hasattr(model, "set_input_size"), RESIZES)
     patch_model(model, backend="sdpa", force_all=True)
     model.set_input_size((28, 16))
     other = vit(rel_pos_type="bias", class_token=True)

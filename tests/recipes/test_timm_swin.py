@@ -116,7 +116,7 @@ def test_dynamic_masks_come_with_the_call() -> None:
 def test_another_window_is_refused_until_patched_again(window: int) -> None:
     model = BASIC.model()
     BASIC.patch(model)
-    model.set_input_size(window_size=window)
+    model.set_input_size(img_size=(32, 32), window_size=window)
     with pytest.raises(StaleTermsError, match="WindowAttention have changed"):
         BASIC.output(model, BASIC.inputs())
     unpatch_model(model)

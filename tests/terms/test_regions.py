@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from flashbias_convert.terms import Regions
+from tests.timm_abilities import CUTS_ANY_MAP, needs, works
 
 
 def test_pairs_of_different_regions_get_the_value_and_others_none() -> None:
@@ -70,7 +72,12 @@ def test_it_is_the_shift_mask_of_timm(
     size: tuple[int, int], window: tuple[int, int], shift: tuple[int, int]
 ) -> None:
     swin = pytest.importorskip("timm.models.swin_transformer_v2")
-    block = swin.SwinTransformerV2Block(8, size, 1, window_size=window, shift_size=shift)
+
+    def make() -> Any:
+        return swin.SwinTransformerV2Block(8, size, 1, window_size=window, shift_size=shift)
+
+    needs(works(make), CUTS_ANY_MAP)
+    block = make()
     mask = block.get_attn_mask()
     padded = tuple(math.ceil(s / w) * w for s, w in zip(size, window, strict=True))
     ids = window_ids((padded[0], padded[1]), block.window_size, block.shift_size)
