@@ -114,7 +114,7 @@ recipe = Recipe(
     title="BEiT, BEiT v2 (timm)",
     classes=("timm.models.beit.Attention",),
     library="timm",
-    tested=">=1.0.31,<1.1",
+    tested=">=1.0.23,<1.1",
     attention=BeitAttention,
     describe=describe,
     owners=(

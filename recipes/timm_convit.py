@@ -9,7 +9,7 @@ recipe = refused(
     title="ConViT (timm)",
     classes=("timm.models.convit.GPSA",),
     library="timm",
-    tested=">=1.0.31,<1.1",
+    tested=">=1.0.23,<1.1",
     models="ConViT",
     reason=(
         "it mixes the softmax of its scores with another of its positions, which is no "

@@ -91,7 +91,7 @@ recipe = Recipe(
     title="GCViT (timm)",
     classes=("timm.models.gcvit.WindowAttentionGlobal",),
     library="timm",
-    tested=">=1.0.31,<1.1",
+    tested=">=1.0.23,<1.1",
     attention=GlobalWindowAttention,
     describe=describe,
     about=About(

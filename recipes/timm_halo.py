@@ -12,7 +12,7 @@ recipe = refused(
         "timm.layers.halo_attn.HaloAttn",
     ),
     library="timm",
-    tested=">=1.0.31,<1.1",
+    tested=">=1.0.23,<1.1",
     models="HaloNet, BoTNet and the networks of timm's `byoanet`",
     reason=(
         "each call makes its bias of its queries, for rows and columns of relative positions, "

@@ -15,7 +15,7 @@ recipe = refused(
         "timm.models.levit.AttentionDownsample",
     ),
     library="timm",
-    tested=">=1.0.31,<1.1",
+    tested=">=1.0.23,<1.1",
     models="LeViT, EfficientFormer, the downsampling of EfficientFormer V2, EfficientViT (MSRA)",
     reason=(
         "its bias is a small table, 196 x 196 numbers a head at 224 pixels, that the whole batch "

@@ -88,7 +88,7 @@ recipe = Recipe(
     title="MViTv2 (timm)",
     classes=("timm.models.mvitv2.MultiScaleAttention",),
     library="timm",
-    tested=">=1.0.31,<1.1",
+    tested=">=1.0.23,<1.1",
     attention=MultiScaleAttention,
     describe=describe,
     about=About(

@@ -147,7 +147,7 @@ recipe = Recipe(
         "timm.models.vision_transformer_relpos.RelPosAttention",
     ),
     library="timm",
-    tested=">=1.0.31,<1.1",
+    tested=">=1.0.23,<1.1",
     attention=RelPosAttention,
     describe=describe,
     owners=(

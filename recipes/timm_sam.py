@@ -62,7 +62,7 @@ recipe = Recipe(
     title="SAM's image encoder (timm)",
     classes=("timm.models.vision_transformer_sam.Attention",),
     library="timm",
-    tested=">=1.0.31,<1.1",
+    tested=">=1.0.23,<1.1",
     attention=SamAttention,
     describe=describe,
     about=About(

@@ -68,7 +68,7 @@ recipe = Recipe(
     title="Swin Transformer (timm)",
     classes=("timm.models.swin_transformer.WindowAttention",),
     library="timm",
-    tested=">=1.0.31,<1.1",
+    tested=">=1.0.23,<1.1",
     attention=SwinWindowAttention,
     describe=describe,
     about=About(

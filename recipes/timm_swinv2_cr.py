@@ -81,7 +81,7 @@ recipe = Recipe(
     title="Swin Transformer V2 CR (timm)",
     classes=("timm.models.swin_transformer_v2_cr.WindowMultiHeadAttention",),
     library="timm",
-    tested=">=1.0.31,<1.1",
+    tested=">=1.0.23,<1.1",
     attention=SwinV2CrAttention,
     describe=describe,
     about=About(

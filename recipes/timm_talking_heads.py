@@ -12,7 +12,7 @@ recipe = refused(
         "timm.models.efficientformer_v2.Attention2d",
     ),
     library="timm",
-    tested=">=1.0.31,<1.1",
+    tested=">=1.0.23,<1.1",
     models="CaiT, EfficientFormer V2",
     reason=(
         "it mixes its heads before and after the softmax, so no head can be computed "

@@ -62,7 +62,7 @@ recipe = Recipe(
     title="TinyViT (timm)",
     classes=("timm.models.tiny_vit.Attention",),
     library="timm",
-    tested=">=1.0.31,<1.1",
+    tested=">=1.0.23,<1.1",
     attention=TinyVitAttention,
     describe=describe,
     about=About(

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 import flashbias_convert
 from flashbias_convert.recipe import GROUP, Recipe
@@ -87,6 +89,15 @@ def test_every_class_of_a_recipe_has_an_entry_point(name: str) -> None:
 def test_every_entry_point_leads_to_a_recipe_file() -> None:
     targets = set(PROJECT["project"]["entry-points"][GROUP].values())
     assert targets == {f"flashbias_convert.recipes.{name}:recipe" for name in RECIPE_FILES}
+
+
+def test_the_oldest_timm_is_one_that_its_recipes_were_tested_with() -> None:
+    needed = [Requirement(line) for line in PROJECT["project"]["dependencies"]]
+    (timm,) = (one.specifier for one in needed if one.name == "timm")
+    (oldest,) = (part.version for part in timm if part.operator == ">=")
+    names = [name for name in RECIPE_FILES if name.startswith("timm_")]
+    recipes = [importlib.import_module(f"flashbias_convert.recipes.{n}").recipe for n in names]
+    assert recipes and all(SpecifierSet(recipe.tested).contains(oldest) for recipe in recipes)
 
 
 def test_the_version_is_the_same_everywhere(wheel: Path) -> None:

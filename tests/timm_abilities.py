@@ -12,6 +12,7 @@ from packaging.version import Version
 COMPLETE = Version("1.0.31")
 CUTS_ANY_MAP = "a shift mask for maps that the windows do not divide"
 RESIZES = "set_input_size of this model"
+REMEMBERS = "models that remember what they were built from"
 
 
 def works(call: Callable[[], Any]) -> bool:

@@ -36,8 +36,8 @@ def save_model(
         model: a patched model.
         path: the file, ``*.safetensors``; a sidecar ``*.plan.json`` appears beside it. With
             `max_shard_size` a folder to make.
-        arch: what the model was built from; default what timm or transformers remember of it. A
-            function is not saved: `load_model` needs it again.
+        arch: what the model was built from; default what timm (since 1.0.31) or transformers
+            remember of it. A function is not saved: `load_model` needs it again.
         plan: what `patch_model` returned, for its reasons and errors; default what the modules
             themselves know.
         recipes: recipes beside the installed ones.

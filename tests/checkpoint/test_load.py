@@ -32,6 +32,7 @@ from flashbias_convert.errors import (
 from flashbias_convert.options import DecomposeOptions
 from flashbias_convert.terms import ScoreBias
 from tests.support import assert_parity
+from tests.timm_abilities import REMEMBERS, needs
 from tests.toy import TOY
 
 from .models import (
@@ -142,6 +143,7 @@ def test_a_dry_run_writes_nothing_and_patches_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("with_plan", [True, False])
 def test_a_model_in_memory_is_saved_and_loaded(tmp_path: Path, with_plan: bool) -> None:
     model = tiny_model()
+    needs(hasattr(model, "_model_args"), REMEMBERS)
     plan = patch_model(model)
     save_model(model, tmp_path / "x.safetensors", plan=plan if with_plan else None)
     assert torch.equal(run(load_model(tmp_path / "x.safetensors")), run(model))
@@ -149,6 +151,7 @@ def test_a_model_in_memory_is_saved_and_loaded(tmp_path: Path, with_plan: bool) 
 
 def test_half_precision_in_memory_is_saved_as_it_is(tmp_path: Path) -> None:
     model = tiny_model()
+    needs(hasattr(model, "_model_args"), REMEMBERS)
     patch_model(model)
     model.bfloat16()
     save_model(model, tmp_path / "x.safetensors")
@@ -224,6 +227,7 @@ def test_a_function_is_needed_again_to_load(tmp_path: Path) -> None:
 
 def test_a_new_classifier_is_saved_and_loaded(tmp_path: Path) -> None:
     model: Any = tiny_model()
+    needs(hasattr(model, "_model_args"), REMEMBERS)
     model.reset_classifier(3)
     patch_model(model)
     save_model(model, tmp_path / "x.safetensors")
@@ -237,6 +241,7 @@ def test_a_model_that_was_rebuilt_by_hand_needs_its_function(tmp_path: Path) -> 
         return model
 
     model = rebuilt().eval()
+    needs(hasattr(model, "_model_args"), REMEMBERS)
     patch_model(model)
     path = tmp_path / "x.safetensors"
     with pytest.raises(UsageError, match=r"2 tensors differ, such as head\.fc\.bias.*pass arch="):

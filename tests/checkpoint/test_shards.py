@@ -20,6 +20,7 @@ from flashbias_convert.checkpoint.outputs import output_path
 from flashbias_convert.checkpoint.shards import split
 from flashbias_convert.errors import CheckpointError, UsageError
 from flashbias_convert.options import DecomposeOptions, shard_bytes
+from tests.timm_abilities import REMEMBERS, needs
 from tests.toy import TOY
 
 from .models import ARGS, NAME, TiedToy, images, tiny_model, write_tiny, write_tiny_folder
@@ -128,6 +129,7 @@ def test_a_missing_shard_is_an_error(tmp_path: Path) -> None:
 
 def test_a_model_in_memory_is_saved_in_shards(tmp_path: Path) -> None:
     model = tiny_model()
+    needs(hasattr(model, "_model_args"), REMEMBERS)
     patch_model(model)
     save_model(model, tmp_path / "out", max_shard_size=SIZE)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1

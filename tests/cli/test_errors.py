@@ -20,9 +20,10 @@ from flashbias_convert.cli import main
 from flashbias_convert.errors import DecompositionError
 from flashbias_convert.inspection import planning
 from flashbias_convert.plan import SitePlan
-from tests.checkpoint.models import ARCH, NAME, tiny_weights, write_tiny, write_tiny_folder
+from tests.checkpoint.models import ARCH, ARGS, NAME, tiny_weights, write_tiny, write_tiny_folder
 from tests.checkpoint.test_load import NAN, edited
 from tests.checkpoint.test_read import Malicious, damaged, write_shards
+from tests.timm_abilities import needs, works
 
 from .conftest import Cli, Result
 
@@ -88,8 +89,15 @@ def test_an_unknown_architecture(cli: Cli, tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "x.safetensors")
     assert_error(cli(path, "--arch", "timm:nonsense_net"), 2, "timm has no model 'nonsense_net'")
     assert_error(cli(path, "--arch", "nonsense"), 2, "cannot read the architecture")
-    assert_error(cli(path, "--arch", f"timm:{NAME}", "--arch-args", '{"foo": 1}'), 2, "foo")
     assert_error(cli(path, "--arch", f"timm:{NAME}"), 1, "tensors are in the file", "--arch-args")
+    assert files(tmp_path) == {"x.safetensors"}
+
+
+def test_an_argument_that_the_architecture_does_not_take(cli: Cli, tmp_path: Path) -> None:
+    refuses = not works(lambda: timm.create_model(NAME, **ARGS, foo=1))
+    needs(refuses, "a SwinV2 that takes no other arguments")
+    path = write_tiny(tmp_path / "x.safetensors")
+    assert_error(cli(path, "--arch", f"timm:{NAME}", "--arch-args", '{"foo": 1}'), 2, "foo")
     assert files(tmp_path) == {"x.safetensors"}
 
 
