@@ -116,6 +116,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    # argparse looks for the list of no groups among the choices, too
     parser.add_argument("groups", nargs="*", choices=[*GROUPS, []], metavar="GROUP")
     parser.add_argument("--list", action="store_true", help="print commands and leave")
     parser.add_argument("--output", type=Path, default=ROOT / "scripts/results")

@@ -11,7 +11,7 @@ from torch import nn
 
 from flashbias_convert.built_terms import padded_alibi
 from flashbias_convert.causal import _fit, _visible, key_table
-from flashbias_convert.kept import kept_with
+from flashbias_convert.kept import kept_with, kept_with_both
 
 
 def test_it_is_made_once_until_the_tensor_changes() -> None:
@@ -26,6 +26,24 @@ def test_it_is_made_once_until_the_tensor_changes() -> None:
     tensor.add_(1)
     assert kept_with(tensor, "sum", make) == kept_with(tensor, "sum", make) == 6
     assert len(made) == 3
+
+
+def test_what_two_tensors_make_is_made_until_either_changes() -> None:
+    first, second, made = torch.arange(3), torch.arange(3), []
+
+    def total(one: torch.Tensor) -> int:
+        def make() -> int:
+            made.append(int((first + one).sum()))
+            return made[-1]
+
+        return int(kept_with_both(first, one, "sum", make))
+
+    assert total(second) == total(second) == 6 and len(made) == 1
+    second.add_(1)
+    assert total(second) == total(second) == 9 and len(made) == 2
+    first.add_(1)
+    assert total(second) == total(second) == 12 and len(made) == 3
+    assert total(second.clone()) == 12 and len(made) == 4  # another one, although it is equal
 
 
 @pytest.mark.parametrize("tracing", [False, True])

@@ -18,9 +18,9 @@ from .backward_launch import (
     Shares,
     aligned,
     kernel_arguments,
-    kernel_constants,
     numbers_of,
     share,
+    walk_constants,
 )
 from .backward_rows import OF_KEYS, OF_QUERIES
 from .strides import padded
@@ -66,7 +66,7 @@ def all_gradients(call: GroupCall, wanted: Collection[str]) -> dict[str, Tensor]
     whole = {"ALIGNED_SUMS": "q_sums" in sums and aligned(sums["q_sums"])}
     run_kernel(
         all_gradients_kernel, programs * shares.slots, kernel_arguments(call, shares, out),
-        {**kernel_constants(call, settings), "COSINE": call.cosine, **whole}, settings,
+        {**walk_constants(call, settings), **whole}, settings,
         layout=call.layout, numbers=numbers_of(call, shares, out),
     )  # fmt: skip
     if "q_sums" in sums:

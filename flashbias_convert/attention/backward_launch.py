@@ -42,6 +42,7 @@ ADDED = frozenset({"key_bias", "slopes", "table", "ids", "dense", "diagonal", "l
 ROWS = ("q", "k", "v", "do", "raw_q", "raw_k", "dq", "dk", "dv")
 
 
+#: settings that the shape does not decide, see `forced`
 _FORCED: dict[str, LaunchSettings] = {}
 
 
@@ -119,9 +120,9 @@ class GroupCall:
 
     def settings(self, kernel: str) -> LaunchSettings:
         """How to launch "queries", "keys", "pairs" or "all"."""
-        _, m, d, dv = self.sizes()
         if kernel in _FORCED:
             return _FORCED[kernel]
+        _, m, d, dv = self.sizes()
         terms = ADDED & set(self.tensors)
         return backward_settings(
             kernel, m=m, d=padded(d), dv=padded(dv), columns=self.spec.columns, half=self.half(),
@@ -270,7 +271,7 @@ def kernel_arguments(call: GroupCall, shares: Shares, out: Any) -> tuple[Any, ..
 
 def kernel_constants(call: GroupCall, settings: LaunchSettings) -> dict[str, Any]:
     """The compile-time arguments that all backward kernels have."""
-    n, m, d, dv = call.sizes()
+    _, m, d, dv = call.sizes()
     return {
         "D": d,
         "DV": dv,
@@ -283,10 +284,16 @@ def kernel_constants(call: GroupCall, settings: LaunchSettings) -> dict[str, Any
         "NATURAL": not call.half(),
         "ADDED": not ADDED.isdisjoint(call.tensors),
         "WHOLE": m % settings.block_n == 0,
-        "WHOLE_ROWS": n % settings.block_m == 0,
         "BM": settings.block_m,
         "BN": settings.block_n,
     }
+
+
+def walk_constants(call: GroupCall, settings: LaunchSettings) -> dict[str, Any]:
+    """The compile-time arguments of `triton_keys.walk_keys`."""
+    n, *_ = call.sizes()
+    whole = {"WHOLE_ROWS": n % settings.block_m == 0, "COSINE": call.cosine}
+    return kernel_constants(call, settings) | whole
 
 
 def numbers_of(call: GroupCall, shares: Shares, out: Any, *more: int) -> tuple[Any, ...]:

@@ -7,7 +7,14 @@ from collections.abc import Collection
 from torch import Tensor
 
 from .backward_kernel import run_kernel
-from .backward_launch import GroupCall, kernel_arguments, kernel_constants, numbers_of, share
+from .backward_launch import (
+    GroupCall,
+    kernel_arguments,
+    kernel_constants,
+    numbers_of,
+    share,
+    walk_constants,
+)
 from .strides import TAILS, padded
 
 #: Tensors whose gradients are sums over keys, and over queries.
@@ -63,7 +70,7 @@ def key_gradients(call: GroupCall, wanted: Collection[str]) -> dict[str, Tensor]
     out = KeyGradients(dk=shares.walks.get("dk"), dv=shares.walks.get("dv"), **buffers)
     run_kernel(
         key_gradients_kernel, programs * shares.slots, kernel_arguments(call, shares, out),
-        {**kernel_constants(call, settings), "COSINE": call.cosine}, settings,
+        walk_constants(call, settings), settings,
         layout=call.layout, numbers=numbers_of(call, shares, out),
     )  # fmt: skip
     return {name: shares.total(buffers[name], _shape(call, name)) for name in wanted}

@@ -90,8 +90,7 @@ def query_gradients_kernel(
     COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     BLOCK_KH: tl.constexpr, BLOCK_KW: tl.constexpr,
     CAUSAL: tl.constexpr, COSINE: tl.constexpr, SYMMETRIC: tl.constexpr, NATURAL: tl.constexpr,
-    ADDED: tl.constexpr, WHOLE: tl.constexpr, WHOLE_ROWS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    ADDED: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dq, and the gradients of what belongs to queries; a program has one block of queries."""
     blocks = tl.cdiv(N, BM)

@@ -33,8 +33,7 @@ def pair_gradients_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
     CAUSAL: tl.constexpr, SYMMETRIC: tl.constexpr, NATURAL: tl.constexpr,
-    ADDED: tl.constexpr, WHOLE: tl.constexpr, WHOLE_ROWS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    ADDED: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Gradients of scores times `gate_rows`, fp32, (splits, kept entries, G, ROWS, M).
 

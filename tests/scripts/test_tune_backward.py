@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from tune_backward import KERNELS, MOST_HELD, Case
 
+from flashbias_convert.attention.tuning import LaunchSettings
+
 CASES = [Case(k, d, c, False) for k in KERNELS for d in (32, 64, 128) for c in (0, 16)]
 
 
@@ -22,6 +24,10 @@ def test_what_is_tried_fits_registers(case: Case) -> None:
     for settings in tried:
         rows = settings.block_m if case.kernel == "queries" else settings.block_n
         assert case.held(settings) <= MOST_HELD and rows >= 16 * settings.num_warps
+    if case.d <= 64:
+        assert case.present(4096) in tried
+    else:
+        assert LaunchSettings(128, 128, 4, 1) not in tried
 
 
 @pytest.mark.parametrize("trained", [False, True])
