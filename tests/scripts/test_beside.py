@@ -16,6 +16,9 @@ from beside import run
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
+#: more seconds than a busy machine lets a process wait for a core
+LONG_S = 60
+
 #: counts without an end to it until the other command has measured
 COUNTS = """
 import pathlib, subprocess, sys, time
@@ -37,14 +40,17 @@ from turns import alone
 other = pathlib.Path(sys.argv[1])
 while not other.exists():
     time.sleep(0.01)
-def moves():
-    before = other.read_text()
-    time.sleep(0.3)
-    return other.read_text() != before
-found = [moves()]
+def moves(seconds):
+    before, ends = other.read_text(), time.monotonic() + seconds
+    while other.read_text() == before:
+        if time.monotonic() > ends:
+            return False
+        time.sleep(0.01)
+    return True
+found = [moves({LONG_S})]
 with alone():
-    found.append(moves())
-found.append(moves())
+    found.append(moves(0.3))
+found.append(moves({LONG_S}))
 (other.parent / "found").write_text(str(found))
 (other.parent / "measured").touch()
 """
