@@ -75,7 +75,7 @@ class Case:
 
     def candidates(self) -> list[LaunchSettings]:
         """Settings worth trying."""
-        blocks, depths = (32, 64, 128), (1, 2) if self.d > 64 else (2, 3)
+        blocks, depths = (32, 64, 128), (2, 3)
         found = [
             LaunchSettings(m, n, warps, depth, registers)
             for m, n, warps, depth in itertools.product(blocks, blocks, (4, 8), depths)

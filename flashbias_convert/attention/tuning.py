@@ -139,14 +139,16 @@ def backward_settings(
         return _all_gradients(m, width, columns)
     if width > 128 or columns > 64:
         return LaunchSettings(32, 32, 4, 1)
+    # Where three tiles are under way, a tile is read while the one before it is worked on; with two
+    # the compiler lets a step wait for what the step before it has asked for last.
     if width <= 64 and columns <= 32:
         # three programs share a multiprocessor where that many registers do, and nothing spills
-        enough = {"queries": width <= 32 or columns <= 16, "keys": width <= 32 and columns == 16}
-        return LaunchSettings(64, 64, 4, 2, 168 if enough.get(kernel) and not crowded else None)
+        enough = {"queries": width <= 32 or columns <= 16, "keys": width <= 32 and columns <= 16}
+        return LaunchSettings(64, 64, 4, 3, 168 if enough.get(kernel) and not crowded else None)
     # 64 rows of what is accumulated are the fewest of a wide tensor-core instruction
     if kernel == "keys":
-        return LaunchSettings(32, 64, 4, 1 if columns > 32 else 2)
-    return LaunchSettings(64, 32, 4, 2)
+        return LaunchSettings(32, 64, 4, 1 if columns > 32 else 3)
+    return LaunchSettings(64, 32, 4, 3)
 
 
 def _all_gradients(m: int, width: int, columns: int) -> LaunchSettings:
@@ -159,8 +161,8 @@ def _all_gradients(m: int, width: int, columns: int) -> LaunchSettings:
     if width > 64 and columns > 16:
         return LaunchSettings(16, 64, 8, 1) if columns <= 32 else LaunchSettings(32, 32, 8, 1)
     if width > 64:
-        return LaunchSettings(64, 64, 8, 2)
+        return LaunchSettings(64, 64, 8, 3)
     if columns > (32 if width <= 32 else 16):
-        return LaunchSettings(32, 64, 4, 2)
+        return LaunchSettings(32, 64, 4, 3)
     # twice the keys per program halve what is added to memory, unless the last block is half empty
-    return LaunchSettings(64, 64, 4, 2) if _few_rows(m) else LaunchSettings(64, 128, 8, 2)
+    return LaunchSettings(64, 64, 4, 3) if _few_rows(m) else LaunchSettings(64, 128, 8, 3)
