@@ -16,6 +16,7 @@ from .local_settings import settings_for
 from .packing import SMALLEST_SCALE, GroupSpec
 from .parted_plan import PartedPlan
 from .parts import MOST_PARTS, MOST_QUERIES, multiprocessors_of, number_of_parts
+from .room import lacks_room
 from .strides import (
     MAX_BATCH_DIMS,
     TAILS,
@@ -33,8 +34,8 @@ from .tuning import LaunchSettings, LaunchShape
 #: Tensors of which the kernel reads tiles, in steps over the keys but for q.
 TILED = ("q", "k", "v", "phi_k", "dense", "lookup_code")
 
-#: None: more batch dimensions than the kernel walks
-_PLANS: dict[Hashable, LaunchPlan | PartedPlan | None] = {}
+#: plans and their settings; None: more batch dimensions than the kernel walks
+_PLANS: dict[Hashable, tuple[LaunchPlan | PartedPlan, LaunchSettings] | None] = {}
 _UNKNOWN: Any = object()
 
 #: what `observed` set: called with the group, its tensors and the options of every launch
@@ -123,17 +124,17 @@ def launch(
     if plan is _UNKNOWN:
         if len(plans) >= MAX_PLANS:
             plans.clear()
-        plan = plans[key] = make_plan(
-            spec,
-            tensors,
-            causal=causal,
-            cosine=cosine,
-            bounded=bounded,
-            plain_scale=plain_scale,
-        )
-    if plan is not None:
-        plan.run(device, given, (scale, query_start))
-        return
+        settings = _forced or settings_for(device, shape_of(spec, tensors))
+        plan = plans[key] = _plan(spec, tensors, settings, causal, cosine, bounded, plain_scale)
+    while plan is not None:
+        try:
+            plan[0].run(device, given, (scale, query_start))
+            return
+        except Exception as problem:
+            smaller = None if _forced or not lacks_room(problem) else plan[1].smaller()
+            if smaller is None:
+                raise
+        plan = plans[key] = _plan(spec, tensors, smaller, causal, cosine, bounded, plain_scale)
     dims = tensors["q"].dim() - 3
     for i in range(tensors["q"].shape[0]):
         launch(
@@ -147,15 +148,15 @@ def launch(
         )
 
 
-def make_plan(
+def _plan(
     spec: GroupSpec,
     tensors: Mapping[str, Tensor],
-    *,
+    settings: LaunchSettings,
     causal: bool,
     cosine: bool,
     bounded: bool,
     plain_scale: bool,
-) -> LaunchPlan | PartedPlan | None:
+) -> tuple[LaunchPlan | PartedPlan, LaunchSettings] | None:
     """Work out arguments and grid; see `launch` for the arguments.
 
     Returns:
@@ -172,7 +173,6 @@ def make_plan(
     n, m, d, dv = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     heads = q.shape[-3] if spec.heads is None else len(spec.heads)
     half = q.dtype != torch.float32
-    settings = _forced or settings_for(q.device, shape_of(spec, tensors))
     entries = heads * sizes[0] * sizes[1] * sizes[2]
     programs = -(-n // settings.block_m) * entries
     parts = parts_for(spec, tensors, programs)
@@ -227,8 +227,8 @@ def make_plan(
         tiles=None if tiles is None else ("dense_desc", "dense_ptr", tiles),
     )
     if parts == 1:
-        return plan
-    return PartedPlan(plan, values, tuple(tensors), parts=parts, rows=entries * n)
+        return plan, settings
+    return PartedPlan(plan, values, tuple(tensors), parts=parts, rows=entries * n), settings
 
 
 def parts_for(spec: GroupSpec, tensors: Mapping[str, Tensor], programs: int) -> int:

@@ -29,6 +29,24 @@ class LaunchSettings:
         found = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return found if self.max_registers is None else found | {"maxnreg": self.max_registers}
 
+    def smaller(self) -> LaunchSettings | None:
+        """What to try where a card has too little memory on the chip for these; None: nothing.
+
+        Tiles that are read ahead of their turn go first, then long steps, then tall blocks.
+        """
+        m, n, depth = self.block_m, self.block_n, self.num_stages
+        if depth > 2 or (depth > 1 and n <= 32 and m <= 64):
+            return replace(self, num_stages=depth - 1)
+        if n > 32 or (n > 16 and m <= 64):
+            n //= 2
+        elif m > 16:
+            m //= 2
+        else:
+            return None
+        # a warp has a row of 16 at the least, and no fewer than four warps keep a card busy
+        warps = min(self.num_warps, max(4, m * n // 1024))
+        return replace(self, block_m=m, block_n=n, num_warps=warps)
+
 
 #: Longer sequences than this are told apart by powers of two only.
 LONGEST_EXACT = 1024
