@@ -80,21 +80,21 @@ GROUPS = {
         "paper/pde_solver.py bench --resume --output {output}",
         "bench_training.py plain --resume --output {output}/bench_training.csv",
         "paper/pde_solver.py train --output {output}",
-        "bench_score_scale.py --output {output}/bench_score_scale.csv",
+        "bench_score_scale.py --resume --output {output}/bench_score_scale.csv",
         "bench_backward.py --bias trained --resume --output {output}/bench_backward.csv",
     ],
     "attention": [
         "bench_attention.py --resume --output {output}/bench_attention.csv",
         "bench_lengths.py --resume --output {output}/bench_lengths.csv",
-        "tune_parts.py --biases none alibi --output {output}/tune_parts.csv",
+        "tune_parts.py --biases none alibi --resume --output {output}/tune_parts.csv",
     ],
     "costs": [
-        "measure_costs.py --output {output}/cost_table.csv",
-        "measure_training_costs.py --stop-s 1000 --output {output}/training_costs.csv",
-        "check_choice.py --output {output}/check_choice.csv",
+        "measure_costs.py --resume --output {output}/cost_table.csv",
+        "measure_training_costs.py --stop-s 1000 --resume --output {output}/training_costs.csv",
+        "check_choice.py --resume --output {output}/check_choice.csv",
     ],
-    "tuning": ["tune_backward.py --output {output}/tune_backward.csv"],
-    "sanitizer": ["sanitize_kernel.py --backward --output {output}/sanitizer.json"],
+    "tuning": ["tune_backward.py --resume --output {output}/tune_backward.csv"],
+    "sanitizer": ["sanitize_kernel.py --backward --resume --output {output}/sanitizer.json"],
 }
 
 
