@@ -7,7 +7,9 @@ The commands of a group run one after another, groups beside each other (`beside
 cores before those that are named after it. Tables go to --output. With `--resume` among its options
 (--list shows them) a command does not measure again what its table has there, so that a run that is
 cut goes on where it was: to measure a row anew, also one that failed, take it out, or name another
-folder. Other commands write a new table. What needs data or other packages is not here.
+folder. What lacks memory that other commands hold has no row, and is measured by the next run; on a
+card of its own it is a result. Other commands write a new table. What needs data or other packages
+is not here.
 """
 
 from __future__ import annotations

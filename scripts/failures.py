@@ -24,6 +24,8 @@ _OF_ALLOCATOR = (
 _ABSURD = "Tried to allocate more than"
 #: of Triton, CUDA, cuBLAS and cuDNN, which do not say how much they wanted
 _LACKED = ("out of memory", "ALLOC_FAILED")
+#: the state of a peer whose failure is no result
+LACKED = "memory lacked beside other commands"
 _LOST = ("illegal memory access", "unspecified launch failure", "misaligned address",
          "device-side assert", "illegal instruction")  # fmt: skip
 
@@ -81,4 +83,4 @@ def is_lost(problem: BaseException | str) -> bool:
 def no_row(what: str, problem: BaseException) -> str:
     """A sentence about a failure that is no row."""
     first = (str(problem).splitlines() or [type(problem).__name__])[0]
-    return f"{what}: no row, memory lacked beside other commands ({first[:160]})"
+    return f"{what}: no row, {LACKED} ({first[:160]})"
