@@ -20,6 +20,7 @@ from flashbias_convert.benchmark.timing import allocated, measure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from failures import is_lost, lacked_beside_others, no_row
 from whole_models.measuring import OverTheLimit, time_limit
 
 COLUMNS = (
@@ -125,6 +126,8 @@ class Table:
     def time(self, prepare: Callable[[], Trial], **facts: Any) -> None:
         """Add a row; what fails, or takes too long, says so.
 
+        What lacks memory that other commands may hold is printed, and no row.
+
         Args:
             prepare: makes the trial; not called for a row that is there.
             **facts: columns of the row.
@@ -139,7 +142,7 @@ class Table:
         if time.monotonic() > self._ends:
             raise Stopped(f"stopped before {row['component']}, {row['way']} at N = {row['n']}")
         _write(self._mark, [row])
-        lost = False
+        lost = lacked = False
         try:
             with time_limit(self._limit_s):
                 row |= self._measured(prepare())
@@ -147,8 +150,12 @@ class Table:
             row["status"] = f"over the limit of {self._limit_s:g} s"
         except Exception as problem:  # one peer that cannot must not stop the others
             row["status"] = f"failed: {type(problem).__name__}: {str(problem).splitlines()[:1]}"
-            lost = is_lost(problem)
-        self._add(row)
+            lost, lacked = is_lost(problem), lacked_beside_others(problem)
+            if lacked:
+                what = f"{row['component']}, {row['way']}, N = {row['n']}"
+                print(no_row(what, problem), flush=True)
+        if not lacked:
+            self._add(row)
         self._mark.unlink()
         if lost:
             raise Broken(row["status"])
@@ -177,7 +184,9 @@ class Table:
         try:
             errors = {} if trial.errors is None else trial.errors()
             status = "wrong" if trial.exact and is_wrong(errors) else "ok"
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as problem:
+            if lacked_beside_others(problem):
+                raise
             status = NO_ERROR
         return {
             "status": status,
@@ -202,7 +211,7 @@ class Table:
             with torch.cuda.graph(graph):
                 trial.call()
         except Exception as problem:
-            if is_lost(problem):
+            if is_lost(problem) or lacked_beside_others(problem):
                 raise
             print(f"  no CUDA graph: {str(problem).splitlines()[:1]}", flush=True)
             return ""
@@ -253,13 +262,6 @@ def is_wrong(errors: dict[str, float]) -> bool:
         if name in errors and not errors[name] <= WRONG * errors[f"library_{name}"]:
             return True
     return False
-
-
-def is_lost(problem: Exception) -> bool:
-    """Whether nothing can run on the card any more in this process."""
-    words = ("illegal memory access", "unspecified launch failure", "misaligned address",
-             "device-side assert", "illegal instruction")  # fmt: skip
-    return any(word in str(problem) for word in words)
 
 
 def _write(path: Path, rows: Sequence[dict[str, str]]) -> None:
