@@ -95,7 +95,12 @@ GROUPS = {
         "measure_training_costs.py --stop-s 1000 --resume --output {output}/training_costs.csv",
         "check_choice.py --resume --output {output}/check_choice.csv",
     ],
-    "tuning": ["tune_backward.py --resume --output {output}/tune_backward.csv"],
+    "tuning": [
+        "tune_attention.py --two-tiles --shapes 'triangle dense' 'plain R=16' 'swinv2b-s3 R=16' "
+        "'non-causal R=16' 'alibi gpt2' 'pde R=16' 'd128 R=16' 'sam-b global axial' --resume "
+        "--output {output}/tune_tiles.csv",
+        "tune_backward.py --resume --output {output}/tune_backward.csv",
+    ],
     "sanitizer": ["sanitize_kernel.py --backward --resume --output {output}/sanitizer.json"],
 }
 

@@ -103,15 +103,25 @@ class Compiled:
 
     def spills_in_loops(self, folder: Path) -> int:
         """Accesses of local memory in innermost loops. Needs nvdisasm; writes to `folder`."""
+        return sum(_count(body, " LDL", " STL") for body in self._loops(folder))
+
+    def waits_in_loops(self, folder: Path) -> list[tuple[int, int]]:
+        """Waits for wide tensor-core instructions, and these, in innermost loops."""
+        return [
+            (_count(body, "WARPGROUP.DEPBAR"), _count(body, "HGMMA"))
+            for body in self._loops(folder)
+        ]
+
+    def _loops(self, folder: Path) -> list[list[str]]:
         file = folder / "kernel.cubin"
         file.write_bytes(self.cubin)
         command = [str(NVDISASM), "-c", str(file)]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        return sum(_spills(body) for body in _innermost_loops(text.splitlines()))
+        return _innermost_loops(text.splitlines())
 
 
-def _spills(lines: list[str]) -> int:
-    return sum(" LDL" in line or " STL" in line for line in lines)
+def _count(lines: list[str], *words: str) -> int:
+    return sum(any(word in line for word in words) for line in lines)
 
 
 def _innermost_loops(lines: list[str]) -> list[list[str]]:

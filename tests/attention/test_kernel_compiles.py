@@ -156,6 +156,19 @@ def test_attention_compiles(name: str) -> None:
             assert ("wgmma.mma_async" if wide else "mma.sync") in each.ptx
 
 
+@pytest.mark.skipif(not NVDISASM.exists(), reason="nvdisasm is not there")
+@pytest.mark.parametrize("name", ["triangle", "long-triangle"])
+def test_the_second_product_of_two_tiles_waits_for_nothing_but_the_first(
+    name: str, tmp_path: Path
+) -> None:
+    """The compiler puts a wait after every part of a product where it has too few registers."""
+    with launch.forced(LaunchSettings(128, 32, 4, 2, 168, tiles=2)):
+        (compiled,) = COMMON[name].compile()
+    assert compiled.spills_in_loops(tmp_path) == 0
+    waits, parts = max(compiled.waits_in_loops(tmp_path), key=lambda found: found[1])
+    assert parts == 16 and waits == 3
+
+
 def test_heads_with_other_terms_are_compiled_apart() -> None:
     compiled = VARIANTS["bf16-heads-differ"].compile()
     assert [c.constants["COLUMNS"] for c in compiled] == [32, 16, 0]
