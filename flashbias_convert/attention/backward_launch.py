@@ -131,10 +131,9 @@ class GroupCall:
         if _SMALLER and (found := _SMALLER.get(self._launch(kernel, wanted))):
             return found
         _, m, d, dv = self.sizes()
-        terms = ADDED & set(self.tensors)
         return backward_settings(
             kernel, m=m, d=padded(d), dv=padded(dv), columns=self.spec.columns, half=self.half(),
-            crowded=len(terms) > 1 or not terms.isdisjoint({"table", "lookup"}),
+            added=ADDED.intersection(self.tensors),
         )  # fmt: skip
 
     def _launch(self, kernel: str, wanted: Collection[str]) -> Hashable:

@@ -140,7 +140,14 @@ def _narrow_heads(shape: LaunchShape, width: int) -> LaunchSettings:
 
 @lru_cache(maxsize=4096)
 def backward_settings(
-    kernel: str, *, m: int, d: int, dv: int, columns: int, half: bool, crowded: bool = False
+    kernel: str,
+    *,
+    m: int,
+    d: int,
+    dv: int,
+    columns: int,
+    half: bool,
+    added: frozenset[str] = frozenset(),
 ) -> LaunchSettings:
     """Settings for one launch of a backward kernel, chosen so that common sizes fit registers.
 
@@ -152,7 +159,7 @@ def backward_settings(
         d, dv: head sizes, padded to powers of two.
         columns: padded number of factor columns.
         half: fp16 or bf16 inputs.
-        crowded: whether scores get several terms, or one that is looked up: that takes registers.
+        added: names of the tensors that scores get element by element: they take registers.
     """
     width = max(d, dv)
     if not half:
@@ -165,7 +172,15 @@ def backward_settings(
     # Where three tiles are under way, a tile is read while the one before it is worked on; with two
     # the compiler lets a step wait for what the step before it has asked for last.
     if width <= 64 and columns <= 32:
+        # Twice the rows, or keys, of a program halve what all of them read, which is what heads of
+        # 64 wait for: by the compiler's numbers, not measured.
+        if width > 32 and columns <= 16 and m >= 512 and not added and not _few_rows(m):
+            if kernel == "queries" and not columns:
+                return LaunchSettings(128, 64, 8, 3, 128)
+            if kernel == "keys":
+                return LaunchSettings(64, 128, 8, 3)
         # three programs share a multiprocessor where that many registers do, and nothing spills
+        crowded = len(added) > 1 or not added.isdisjoint({"table", "lookup"})
         enough = {"queries": width <= 32 or columns <= 16, "keys": width <= 32 and columns <= 16}
         return LaunchSettings(64, 64, 4, 3, 168 if enough.get(kernel) and not crowded else None)
     # 64 rows of what is accumulated are the fewest of a wide tensor-core instruction
