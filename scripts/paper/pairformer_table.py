@@ -36,6 +36,8 @@ STEPS = 200
 BUDGET_S = 4.0
 #: what was running when a process died stands in a file of this name
 MARK = ".running"
+#: the status there of what ran when another process had died, or been stopped, in the same row
+SECOND = "second try"
 #: a row without errors, because float64 does not fit
 NO_ERROR = "ok, but no memory for its errors"
 #: so many times the error of the plain formula is no rounding any more
@@ -113,11 +115,15 @@ class Table:
         _write(path, self.rows)
         self._known = {_key(row) for row in self.rows}
         self._mark = path.with_suffix(MARK)
+        self._tried: tuple[str, ...] | None = None
         if self._mark.is_file():
             (row,) = csv.DictReader(self._mark.read_text().splitlines())
+            if resume and row["status"] != SECOND:
+                self._tried = _key(row)  # whoever ends a run ends some row, which may be sound
+                return
             self._mark.unlink()
             if resume and _key(row) not in self._known:
-                self._add(row | {"status": "failed: the process ended while it ran"})
+                self._add(row | {"status": "failed: twice the process ended while it ran"})
 
     def wants(self, way: str) -> bool:
         """Whether a way is among those that are measured."""
@@ -141,7 +147,7 @@ class Table:
             return
         if time.monotonic() > self._ends:
             raise Stopped(f"stopped before {row['component']}, {row['way']} at N = {row['n']}")
-        _write(self._mark, [row])
+        _write(self._mark, [row | {"status": SECOND if _key(row) == self._tried else ""}])
         lost = lacked = False
         try:
             with time_limit(self._limit_s):

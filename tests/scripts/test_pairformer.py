@@ -156,18 +156,33 @@ def test_jobs_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not list(tmp_path.glob("*.running"))
 
 
-def test_a_row_whose_process_ended_is_a_row(tmp_path: Path) -> None:
-    make_table(tmp_path)
+def test_a_row_whose_process_ended_twice_is_a_row(tmp_path: Path) -> None:
     facts = {"way": "a", "component": "c", "n": 1, "mode": "m"}
-    running = make_table(tmp_path)
 
     def dies() -> table.Trial:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        running.time(dies, **facts)
+    for resume in (False, True):
+        with pytest.raises(KeyboardInterrupt):
+            make_table(tmp_path, resume=resume).time(dies, **facts)
     (row,) = make_table(tmp_path, resume=True).rows
     assert "ended while it ran" in row["status"] and row["way"] == "a"
+    assert not list(tmp_path.glob("*.running"))
+
+
+def test_a_row_that_a_stopped_run_was_in_is_tried_again(tmp_path: Path) -> None:
+    facts = {"way": "a", "component": "c", "n": 1, "mode": "m"}
+
+    def stopped() -> table.Trial:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_table(tmp_path).time(stopped, **facts)
+    assert not make_table(tmp_path, resume=True).rows  # a run that did not come so far
+    made = make_table(tmp_path, resume=True)
+    made.time(lambda: table.Trial(lambda: None), **facts)
+    assert [row["status"] for row in made.rows] == ["ok"]
+    assert not list(tmp_path.glob("*.running"))
 
 
 def test_a_broken_context_ends_the_process(tmp_path: Path) -> None:
