@@ -87,6 +87,8 @@ GROUPS = {
     ],
     "attention": [
         "bench_attention.py --resume --output {output}/bench_attention.csv",
+        "attention_floors.py --times {output}/bench_attention.csv "
+        "--output {output}/attention_floors.csv",
         "bench_lengths.py --resume --output {output}/bench_lengths.csv",
         "tune_parts.py --biases none alibi --resume --output {output}/tune_parts.csv",
     ],

@@ -10,7 +10,6 @@ now. `flashbias_convert/attention/tuning.py` holds the rule that was read off it
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import math
 import multiprocessing
@@ -19,16 +18,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
+from attention_launches import launched
 from attention_shapes import SHAPES, SHORT
 from failures import is_lost, lacked_beside_others, no_row
 from row_file import RowFile
 from turns import alone
 
 from flashbias_convert.attention import PreparedBias, flashbias_attention, launch
-from flashbias_convert.attention.tuning import LaunchSettings, LaunchShape
+from flashbias_convert.attention.tuning import LaunchSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda")
@@ -65,23 +64,9 @@ def two_tiles(name: str) -> list[LaunchSettings]:
     ]
 
 
-class _Seen(Exception):
-    """Nothing more is to be learnt of a call: it need not be compiled."""
-
-
 def present(name: str) -> LaunchSettings:
     """What a call of the shape is launched with."""
-    seen: list[LaunchSettings] = []
-    rule = launch.settings_for
-
-    def settings_for(device: torch.device, shape: LaunchShape) -> LaunchSettings:
-        seen.append(rule(device, shape))
-        raise _Seen
-
-    instead = mock.patch.multiple(launch, settings_for=settings_for, _PLANS={})
-    with instead, contextlib.suppress(_Seen):
-        make_call(name)()
-    return seen[0]
+    return launched(make_call(name))[1]
 
 
 def candidates(name: str, quick: bool) -> list[LaunchSettings]:
