@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from attention_launches import launched
-from attention_shapes import SHAPES, SHORT
+from attention_shapes import SHAPES, SHORT, dense
 from failures import is_lost, lacked_beside_others, no_row
 from row_file import RowFile
 from turns import alone
@@ -44,22 +44,34 @@ TWO_TILES = {
     32: [
         (128, 64, 8, 128, 2), (64, 64, 4, 112, 2), (128, 32, 4, 168, 2), (128, 64, 4, None, 2),
         (64, 32, 4, 96, 2), (64, 128, 4, 168, 1), (64, 64, 4, 112, 1), (128, 128, 8, None, 1),
+        (256, 64, 8, None, 1), (256, 64, 8, 128, 1),
     ],
     64: [
         (128, 64, 4, None, 2), (128, 64, 8, None, 2), (128, 32, 8, 128, 2), (128, 32, 4, None, 2),
         (64, 64, 4, 168, 2), (64, 64, 4, 168, 1), (128, 128, 8, None, 1), (64, 128, 4, None, 1),
+        (256, 64, 8, None, 1), (256, 64, 8, None, 2),
     ],
     256: [(128, 64, 8, None, 2), (128, 32, 8, None, 2), (64, 32, 4, None, 2), (64, 64, 4, None, 2)],
 }  # fmt: skip
 
 
+#: two entries of the batch that share tiles of a dense bias
+TWO_ENTRIES = [
+    (128, 32, 8, 128), (64, 32, 4, 128), (64, 32, 4, 168), (128, 32, 4, None), (128, 64, 8, None),
+    (64, 64, 4, 168),
+]  # fmt: skip
+
+
 def two_tiles(name: str) -> list[LaunchSettings]:
-    """Settings of `TWO_TILES` for a shape, after those that a call gets."""
+    """Settings of `TWO_TILES` for a shape, after those that a call gets, then of `TWO_ENTRIES`."""
     shape = ALL[name]
     some = min(size for size in TWO_TILES if size >= shape.d)
+    found = [(*each, 1) for each in TWO_TILES[some]]
+    if shape.bias is dense and max(shape.batch) > 1:
+        found += [(*each, 1, 2) for each in TWO_ENTRIES]
     return [present(name)] + [
-        LaunchSettings(m, n, warps, depth, registers, tiles)
-        for m, n, warps, registers, tiles in TWO_TILES[some]
+        LaunchSettings(m, n, warps, depth, *others)
+        for m, n, warps, *others in found
         for depth in (2, 3)
     ]
 
@@ -171,7 +183,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="*", choices=list(ALL), default=list(ALL))
     parser.add_argument("--output", type=Path, default=ROOT / "scripts/results/tuning.csv")
     parser.add_argument("--quick", action="store_true", help="only the usual winners")
-    parser.add_argument("--two-tiles", action="store_true", help="what is in `TWO_TILES`, instead")
+    parser.add_argument(
+        "--two-tiles", action="store_true", help="`TWO_TILES` and `TWO_ENTRIES`, instead"
+    )
     parser.add_argument("--resume", action="store_true", help="keep the rows of the output")
     parser.add_argument("--stop-s", type=float, default=math.inf, help="begin no shape after")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))

@@ -17,6 +17,8 @@ from .packing import SMALLEST_SCALE, GroupSpec
 from .parted_plan import PartedPlan
 from .parts import MOST_PARTS, MOST_QUERIES, multiprocessors_of, number_of_parts
 from .room import lacks_room
+from .shared_dense import is_shared
+from .shared_dense import programs as shared_programs
 from .strides import (
     MAX_BATCH_DIMS,
     TAILS,
@@ -216,13 +218,15 @@ def _plan(
     tiles: TileDescriptor | None = None
     if "dense" in tensors and n > MOST_QUERIES:
         tiles = dense_tiles(tensors["dense"], settings.block_m, settings.block_n)
-    kernel = _kernel()
+    kernel, grid = _kernel(), programs * parts
+    if settings.entries == 2 and is_shared(spec, tensors, values):
+        kernel, grid = _shared_kernel(), shared_programs(values, sizes[0])
     plan = LaunchPlan(
         kernel,
         {name: values[name] for name in kernel.arg_names},
         [f"{name}_ptr" for name in tensors] + ["parts_ptr"] * (parts > 1),
         ("scale", "query_start"),
-        grid=programs * parts,
+        grid=grid,
         options=settings.options(),
         whole_rows=("ALIGNED_ROWS", ("k_ptr", "v_ptr")),
         tiles=None if tiles is None else ("dense_desc", "dense_ptr", tiles),
@@ -268,3 +272,10 @@ def _kernel() -> Any:
     from .triton_forward import attention_kernel
 
     return attention_kernel
+
+
+@cache
+def _shared_kernel() -> Any:
+    from .triton_shared import shared_dense_kernel
+
+    return shared_dense_kernel

@@ -38,6 +38,7 @@ from flashbias_convert.attention import (
     triton_keys,
     triton_normalize,
     triton_pairs,
+    triton_shared,
 )
 from flashbias_convert.attention.arguments import check_arguments
 from flashbias_convert.attention.factor_columns import column_gradients, factor_columns
@@ -222,6 +223,8 @@ def _recording(with_forward: bool = True, card: Card = HOPPER) -> Iterator[list[
             stack.enter_context(mock.patch.object(module, "_PLANS", {}))
         forward = _Recorder(attention, compiled if with_forward else None, card)
         stack.enter_context(mock.patch.object(launch, "_kernel", lambda: forward))
+        shared = _Recorder(triton_shared.shared_dense_kernel, compiled, card)
+        stack.enter_context(mock.patch.object(launch, "_shared_kernel", lambda: shared))
         for module, name in KERNELS:
             recorder = _Recorder(getattr(module, name), compiled, card)
             stack.enter_context(mock.patch.object(module, name, recorder))

@@ -20,6 +20,7 @@ from flashbias_convert.attention.tuning import LaunchSettings
 from .fake_pool import FakePool
 
 NAMES = ("N=64 D=64 R=16", "N=144 D=128 R=16")
+TRIANGLE = "triangle dense"
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(backends, "_device_problem", lambda device: None)
     monkeypatch.setattr(script, "DEVICE", torch.device("cpu"))
-    few = {name: replace(script.ALL[name], batch=(1,), heads=2) for name in NAMES}
+    few = {name: replace(script.ALL[name], batch=(2,), heads=2) for name in (*NAMES, TRIANGLE)}
     monkeypatch.setattr(script, "ALL", few)
     monkeypatch.setattr(script.torch.cuda, "get_device_name", lambda: "a card")
 
@@ -51,6 +52,11 @@ def test_two_tiles_are_among_what_is_tried(name: str, card: None) -> None:
     assert {s.tiles for s in tried} == {1, 2}
     for settings in tried:  # a wide product of a tensor core has 64 rows
         assert settings.block_m >= 16 * settings.num_warps
+
+
+def test_entries_share_a_dense_bias_alone(card: None) -> None:
+    assert {s.entries for s in script.two_tiles(TRIANGLE)} == {1, 2}
+    assert {s.entries for s in script.two_tiles(NAMES[0])} == {1}
 
 
 class Run:
