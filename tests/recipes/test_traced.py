@@ -56,6 +56,11 @@ def shared_beit() -> nn.Module:
     return beit(use_rel_pos_bias=False, use_shared_rel_pos_bias=True)
 
 
+def relative_vit() -> nn.Module:
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
+    return timm.create_model("vit_srelpos_small_patch16_224", num_classes=5, **sizes)
+
+
 IMAGE, CLIP = (2, 3, 32, 32), (1, 3, 4, 32, 32)  # of a clip's windows 2 of 4 frames are there
 #: a model, its input, and the last node of its graph
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
@@ -65,10 +70,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "timm swin v2": (tiny_model, IMAGE, "head.flatten"),
     "timm beit": (beit, IMAGE, "head"),
 }
+#: the whole of it is one patched module, which torch.fx cannot look into
+SHARED = {"timm vit with a shared bias": (relative_vit, IMAGE, "head")}
 
 
 def made(name: str) -> tuple[nn.Module, Tensor]:
-    make, size, _ = MODELS[name]
+    make, size, _ = (MODELS | SHARED)[name]
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = make().eval()
@@ -123,14 +130,14 @@ def test_a_model_that_is_one_patched_module_says_why_it_cannot_be_traced() -> No
         create_feature_extractor(model, ["head"])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *SHARED])
 def test_torch_jit_traces_patched_models(name: str) -> None:
     model, x = made(name)
     patch_model(model, method="exact", force_all=True, backend="sdpa")
     with torch.no_grad():  # the first call is the traced one, and the trace is checked
         traced = torch.jit.trace(model, x)
     check(traced, model, x)
-    check(traced, model, 2 * x.flip(-1) + 1)
+    check(traced, model, torch.cat([2 * x.flip(-1) + 1, x]))  # of another batch
     check(model, model, x)  # tracing left nothing behind
 
 
