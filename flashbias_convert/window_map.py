@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .terms import Regions
+from .tracing import is_traced
 
 
 @dataclass(frozen=True)
@@ -53,16 +54,16 @@ class WindowMap:
     def join(self, x: Tensor) -> Tensor:
         """(B, nW, N, C) -> (B, *size, C); the inverse of `cut`."""
         dims = len(self.size)
-        x = x.reshape(len(x), *self.counts, *self.window, x.shape[-1])
+        x = x.reshape(x.shape[0], *self.counts, *self.window, x.shape[-1])
         order = [axis for d in range(dims) for axis in (1 + d, 1 + dims + d)]
-        x = x.permute(0, *order, 1 + 2 * dims).reshape(len(x), *self.padded, x.shape[-1])
+        x = x.permute(0, *order, 1 + 2 * dims).reshape(x.shape[0], *self.padded, x.shape[-1])
         if self.rolls:
             x = x.roll(self.shift, self._axes())
         return x[(slice(None), *(slice(size) for size in self.size))].contiguous()
 
     def regions(self, device: torch.device) -> Regions:
         """The shift mask: -100 between tokens of a window that the roll brought together."""
-        return _regions(self, device) if torch.compiler.is_compiling() else _kept(self, device)
+        return _regions(self, device) if is_traced() else _kept(self, device)
 
     def _axes(self) -> tuple[int, ...]:
         return tuple(range(1, 1 + len(self.size)))
@@ -70,10 +71,10 @@ class WindowMap:
     def _windows(self, x: Tensor) -> Tensor:
         dims = len(self.size)
         cut = [n for pair in zip(self.counts, self.window, strict=True) for n in pair]
-        x = x.reshape(len(x), *cut, x.shape[-1])
+        x = x.reshape(x.shape[0], *cut, x.shape[-1])
         outer, inner = range(1, 2 * dims, 2), range(2, 2 * dims + 1, 2)
         x = x.permute(0, *outer, *inner, 1 + 2 * dims)
-        return x.reshape(len(x), math.prod(self.counts), math.prod(self.window), x.shape[-1])
+        return x.reshape(x.shape[0], math.prod(self.counts), math.prod(self.window), x.shape[-1])
 
 
 def _regions(grid: WindowMap, device: torch.device) -> Regions:

@@ -36,7 +36,7 @@ class MonaiWindowAttention(TableWindowAttention):
             q, k, v = (part.unflatten(0, (-1, len(mask))) for part in (q, k, v))
         only = {"extra": (Dense(bias=bias),), "without": tuple(TERM_KINDS)}
         out = self.score_bias(q, k, v, scale=self.scale, **only)
-        out = out.reshape(len(x), self.num_heads, n, -1).transpose(1, 2).flatten(2)
+        out = out.reshape(x.shape[0], self.num_heads, n, -1).transpose(1, 2).flatten(2)
         return self.proj_drop(self.proj(out))  # type: ignore[operator]
 
 

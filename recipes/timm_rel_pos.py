@@ -53,7 +53,7 @@ class RelPosAttention(PatchedAttention):
             self.score_bias(q, k, v, scale=self.scale, **call).transpose(1, 2).flatten(2)
         )  # (B, N, C)
         if isinstance(self.qkv, nn.Conv2d):
-            out = out.transpose(1, 2).reshape(len(x), -1, *x.shape[2:])
+            out = out.transpose(1, 2).reshape(x.shape[0], -1, *x.shape[2:])
         else:
             out = out.reshape(*x.shape[:-1], -1)
         projected: Tensor = self.proj_drop(self.proj(out))
@@ -64,7 +64,7 @@ class RelPosAttention(PatchedAttention):
         if isinstance(self.qkv, nn.Conv2d):
             qkv = qkv.flatten(2).transpose(1, 2)  # (B, N, 3 H D)
         else:
-            qkv = qkv.reshape(len(x), -1, qkv.shape[-1])
+            qkv = qkv.reshape(x.shape[0], -1, qkv.shape[-1])
         if getattr(self, "head_first", False):
             heads = qkv.unflatten(-1, (self.num_heads, 3, -1)).permute(3, 0, 2, 1, 4)
         else:

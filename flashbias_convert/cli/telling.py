@@ -109,7 +109,8 @@ def _how_to_go_on(request: Request, done: Conversion) -> list[str]:
     if done.architecture == TENSORS_ALONE:
         return ["nothing was written; to convert it, say what it is: --arch"]
     if done.output is None:
-        return [f"nothing was written; to convert: flashbias-convert {_quoted(request.checkpoint)}"]
+        command = f"flashbias-convert {_quoted(request.checkpoint)}"
+        return [f"nothing was written; to convert, with the same options: {command}"]
     arch = ", arch=..." if done.architecture.library == "caller" else ""
     if done.architecture.factory is not None:
         arch = f", arch={done.architecture.name.rpartition(':')[2]}"
