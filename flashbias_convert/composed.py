@@ -6,7 +6,9 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import fx, nn
+
+from .errors import UsageError
 
 #: in front of the name of an original class
 PATCHED_PREFIX = "FlashBias"
@@ -33,6 +35,14 @@ class Composed(nn.Module):
     def original_forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module computed before it was patched."""
         return self.original_class.forward(self, *args, **kwargs)
+
+    def __prepare_scriptable__(self) -> Any:
+        """Called by torch.jit.script, which would compile the Python around the operator."""
+        raise UsageError(
+            "torch.jit.script cannot compile converted modules "
+            f"({self.original_class.__name__} is one)",
+            "use torch.export, torch.compile or torch.jit.trace, or unpatch_model first",
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # the composed class has no importable name, so a copy is rebuilt from its two parents
@@ -75,11 +85,34 @@ def _named_arguments(
     """
 
     def patched_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = (args,) if isinstance(args, fx.Proxy) else (*args, *kwargs.values())
+        for value in given:  # torch.fx makes one of all arguments of a whole model
+            if isinstance(value, fx.Proxy):
+                return _as_one_node(self, value.tracer, args, kwargs)
         return forward(self, *args, **kwargs)
 
     patched_forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     patched_forward.__doc__ = original.__doc__
     return patched_forward
+
+
+def _as_one_node(module: nn.Module, tracer: Any, args: Any, kwargs: Any) -> fx.Proxy:
+    """The call of a patched module in a graph of torch.fx, which records it as a leaf.
+
+    Feature extractors (of torchvision, of timm) trace models so. What a patched forward does
+    depends on values and sizes, so it has to run anew in each call of the graph.
+
+    Raises:
+        UsageError: the whole model is this one module, so that nothing would be left to look into.
+    """
+    if module is tracer.root:
+        kind = type(module).original_class.__name__
+        raise UsageError(
+            f"torch.fx cannot look into a converted {kind}, which is the whole model here",
+            "trace the original, or use forward hooks",
+        )
+    made: fx.Proxy = tracer.create_proxy("call_module", tracer.path_of_module(module), args, kwargs)
+    return made
 
 
 _COMPOSED: dict[tuple[type, type], type[Any]] = {}

@@ -21,6 +21,7 @@ from .pair_memory import PairMemory
 from .saved_terms import SavedTerms
 from .term_tensors import TermTensors
 from .terms import Lookup, Regions, RelativeTable, ScoreBias, Term
+from .tracing import is_traced
 from .trained_terms import can_learn, in_full_precision
 
 
@@ -135,7 +136,7 @@ class ScoreBiasModule(SavedTerms):
         made = self._prepare(without)
         # a graph that is being traced must not change what the next call finds: it would be
         # compiled a second time
-        if not torch.compiler.is_compiling():
+        if not is_traced():
             made.make_forms(self._traced.get((without, made.bias.device), ()))
             self._prepared[without] = made
         return made
@@ -269,7 +270,7 @@ class ScoreBiasModule(SavedTerms):
         if last is not None and last[0] is own and _are(last[1], extra):
             return last[2]
         joined = own.joined(extra)
-        if all(isinstance(term, Regions) for term in extra) and not torch.compiler.is_compiling():
+        if all(isinstance(term, Regions) for term in extra) and not is_traced():
             self._last_joined = (own, extra, joined)
         return joined
 

@@ -26,6 +26,7 @@ from .seals import (
     values_of,
     vouches,
 )
+from .tracing import is_traced
 from .trained_terms import dropout_problem
 
 
@@ -77,11 +78,11 @@ class PatchedAttention(Composed):
     def sealed(self, name: str, source: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
         """What a call needs of one of the `bias_sources`, made once: they must not change.
 
-        Made anew where gradients flow to the source or could have changed it, and in compiled
-        code, which does not look whether it has changed.
+        Made anew where gradients flow to the source or could have changed it, and in code that is
+        compiled or traced, which does not look whether it has changed.
         """
         asks = torch.is_grad_enabled() and source.requires_grad
-        if self.trains_terms or asks or torch.compiler.is_compiling():
+        if self.trains_terms or asks or is_traced():
             return make(source)
         kept, key = self.score_bias.sealed, (name, source.device)
         if key not in kept:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .terms import Regions
+from .tracing import is_traced
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,7 @@ class WindowMap:
 
     def regions(self, device: torch.device) -> Regions:
         """The shift mask: -100 between tokens of a window that the roll brought together."""
-        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-        return _regions(self, device) if traced else _kept(self, device)
+        return _regions(self, device) if is_traced() else _kept(self, device)
 
     def _axes(self) -> tuple[int, ...]:
         return tuple(range(1, 1 + len(self.size)))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .patched_attention import PatchedAttention
 from .patched_owner import PatchedOwner
+from .tracing import is_traced
 
 
 class WindowAttention(PatchedAttention):
@@ -37,7 +38,7 @@ class ShiftedLayer(PatchedOwner):
 
     def get_attn_mask(self, *args: Any, **kwargs: Any) -> Tensor | None:
         """As the original's; the same tensor for the same arguments, which nobody may change."""
-        if not self.is_lean or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if not self.is_lean or is_traced():
             return _make(self, args, kwargs)
         key = (self.shift_size, self.window_size, args, tuple(kwargs.items()))
         kept = _KEPT.get(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,12 @@ class Shape:
         packed = torch.randn(*self.batch, self.n, 3, self.heads, self.d, device=device).to(dtype)
         q, k, v = packed.movedim(-3, 0).transpose(-2, -3).unbind(0)
         return q if self.queries is None else q[..., -self.queries :, :], k, v
+
+
+def tiny(shape: Shape) -> Shape:
+    """Its like of a size for a CPU."""
+    side = 4 if round(shape.n**0.5) ** 2 == shape.n else 5
+    return replace(shape, batch=(1,) * len(shape.batch), heads=2, n=side * side, d=16)
 
 
 def low_rank(rank: int) -> Callable[[Shape, torch.device], ScoreBias]:

@@ -10,6 +10,7 @@ import torch
 from attention_peers import Call, Peer, peers
 from attention_shapes import Shape
 from bench_attention import _first_entry as first_entry
+from failures import lacked_beside_others
 from torch import Tensor
 
 from flashbias_convert import ScoreBias
@@ -210,6 +211,8 @@ def _replayed(step: Step) -> dict[str, str]:
             told = {"step_ms": f"{middle:.4f}", "p20_ms": f"{low:.4f}", "p80_ms": f"{high:.4f}"}
             told["forward_ms"] = f"{do_bench_cudagraph(step.forward, rep=40, quantiles=[0.5]):.4f}"
     except RuntimeError as problem:
+        if lacked_beside_others(problem):
+            raise
         if type(problem).__name__ == "AcceleratorError" and "captur" not in str(problem):
             raise
         torch.cuda.synchronize()

@@ -12,23 +12,25 @@ factors in base 2. Every result is compared with float64 on a slice; a peer that
 `WRONG` is marked, and no ratio is made with it. `median_ms` is time on the card (CUDA graph
 replays), `call_ms` the time of eager calls, Python included; `peak_mib` what a call allocates,
 `held_mib` what a peer keeps between calls, such as the dense bias. Shapes get ready (compile, and
-are compared) together and are timed one after the other.
+are compared) together and are timed one after the other. What lacks memory beside other commands
+(`beside.py`) is no row, unless the whole card is too small.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import row_file
 import torch
 from attention_figure import draw
 from attention_peers import Call, Peer, load_kernel, peers
-from attention_shapes import SHAPES, Shape
+from attention_shapes import SHAPES, Shape, tiny
+from failures import LACKED, lacked_beside_others
 from torch import Tensor
 from turns import Wait, in_turns
 
@@ -126,9 +128,11 @@ def ready(peer: Peer, shape: Shape, q: Tensor, k: Tensor, v: Tensor, bias: Score
         found |= {"error": f"{wrong:.1e}", "state": "ok" if wrong < WRONG else "wrong"}
         found["held_mib"] = f"{(torch.cuda.memory_allocated() - before) / 2**20:.1f}"
         return found, call
-    except torch.OutOfMemoryError:
-        return found | {"state": OUT_OF_MEMORY}, None
     except Exception as problem:  # a peer that fails is a row, not the end of the run
+        if lacked_beside_others(problem):
+            return found | {"state": LACKED}, None
+        if isinstance(problem, torch.OutOfMemoryError):
+            return found | {"state": OUT_OF_MEMORY}, None
         if type(problem).__name__ == "AcceleratorError":  # such as an illegal memory access
             return found | {"state": CRASHED}, None
         text = f"{type(problem).__name__}: {problem}".splitlines()[0][:90]
@@ -139,8 +143,8 @@ def timed(found: dict[str, Any], call: Call | None) -> dict[str, Any]:
     """The row of a peer: what `ready` found, and the times."""
     try:
         return found if call is None else found | measure(call)
-    except torch.OutOfMemoryError:
-        return found | {"state": OUT_OF_MEMORY}
+    except torch.OutOfMemoryError as problem:
+        return found | {"state": LACKED if lacked_beside_others(problem) else OUT_OF_MEMORY}
 
 
 def machine() -> dict[str, str]:
@@ -152,37 +156,50 @@ def machine() -> dict[str, str]:
 
 
 def bench_shape(name: str, kernel_file: Path | None, tuned: bool, output: Path, wait: Wait) -> None:
-    """Measure all peers on one shape; append rows to `output`."""
+    """Measure the peers that have no row on one shape; append rows to `output`."""
     kernel = None if kernel_file is None else load_kernel(kernel_file)
     shape = SHAPES[name]
     torch.manual_seed(0)
     q, k, v = shape.inputs(torch.bfloat16, DEVICE)
     bias = None if shape.bias is None else shape.bias(shape, DEVICE)
-    all_peers = list(peers(shape, q, k, v, bias, kernel, tuned=tuned))
-    found = [ready(peer, shape, q, k, v, bias) for peer in all_peers]
+    known = _known(output)
+    left = [p for p in peers(shape, q, k, v, bias, kernel, tuned=tuned)
+            if (name, p.name) not in known]  # fmt: skip
+    found = [ready(peer, shape, q, k, v, bias) for peer in left]
     torch.cuda.empty_cache()
     torch.cuda.synchronize()
     wait()
-    with output.open("a", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        for known, call in found:
-            told = {"shape": name, **timed(known, call), **machine()}
-            writer.writerow(told)
-            file.flush()
-            shown = [told.get(x, "-") for x in ("median_ms", "call_ms", "peak_mib", "error")]
-            print(f"{name:30s} {told['peer']:20s}", *shown, told["state"], flush=True)
+    for seen, call in found:
+        told = {"shape": name, **timed(seen, call), **machine()}
+        if told["state"] != LACKED:
+            row_file.append(output, FIELDS, told)
+        shown = [told.get(x, "-") for x in ("median_ms", "call_ms", "peak_mib", "error")]
+        print(f"{name:30s} {told['peer']:20s}", *shown, told["state"], flush=True)
+
+
+def _known(output: Path) -> set[tuple[str, str]]:
+    """Shapes and peers that have a row."""
+    return {(row["shape"], row["peer"]) for row in row_file.read(output)}
+
+
+def peers_of(name: str, kernel_file: Path | None, tuned: bool) -> list[str]:
+    """The names of all peers of a shape, asked at a size that costs nothing."""
+    kernel = None if kernel_file is None else load_kernel(kernel_file)
+    shape, cpu = tiny(SHAPES[name]), torch.device("cpu")
+    bias = None if shape.bias is None else shape.bias(shape, cpu)
+    own = peers(shape, *shape.inputs(torch.float32, cpu), bias, kernel, tuned=tuned)
+    return [peer.name for peer in own]
 
 
 def _left(options: argparse.Namespace) -> list[str]:
-    """The shapes that have no rows yet; begins the file."""
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    if options.resume and options.output.exists():
-        with options.output.open(newline="") as file:
-            known = {line["shape"] for line in csv.DictReader(file)}
-        return [name for name in options.shapes if name not in known]
-    with options.output.open("w", newline="") as file:
-        csv.DictWriter(file, FIELDS).writeheader()
-    return list(options.shapes)
+    """The shapes that lack rows; begins the file."""
+    row_file.begin(options.output, FIELDS, resume=options.resume)
+    known = _known(options.output)
+    return [
+        name
+        for name in options.shapes
+        if any((name, peer) not in known for peer in peers_of(name, options.kernel, options.tuned))
+    ]
 
 
 def waves(names: list[str], size: int) -> list[list[str]]:
@@ -201,7 +218,7 @@ def main() -> None:
     parser.add_argument("--tuned", action="store_true", help="FlexAttention tuned, too")
     parser.add_argument("--together", type=int, default=10, help="shapes that get ready at a time")
     parser.add_argument("--stop-s", type=float, default=math.inf, help="begin no shape after")
-    parser.add_argument("--resume", action="store_true", help="keep the shapes of the output")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of the output")
     parser.add_argument("--output", type=Path, default=ROOT / "scripts/results/bench_attention.csv")
     options = parser.parse_args()
     started = time.monotonic()

@@ -23,17 +23,18 @@ that dies costs one row, and the others of its shape are measured again. Writes 
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import row_file
 import torch
-from attention_shapes import SHAPES, Shape
+from attention_shapes import SHAPES, Shape, tiny
 from backward_figure import draw
 from backward_step import MakeStep, Problem, Step, errors, steps, times, truth
+from failures import LACKED, lacked_beside_others
 from turns import Wait, in_turns
 
 from flashbias_convert.benchmark.timing import allocated
@@ -71,19 +72,14 @@ class Job:
     before: int | None = None
 
 
-def shape_of(name: str, tiny: bool) -> Shape:
+def shape_of(name: str, small: bool) -> Shape:
     """A shape, or its like of a size for a CPU."""
-    shape = SHAPES[name]
-    if not tiny:
-        return shape
-    side = 4 if round(shape.n**0.5) ** 2 == shape.n else 5
-    return replace(shape, batch=(1,) * len(shape.batch), heads=2, n=side * side, d=16)
+    return tiny(SHAPES[name]) if small else SHAPES[name]
 
 
 def known_peers(output: Path, shape: str, bias: str) -> set[str]:
     """The peers that have a row."""
-    with output.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = row_file.read(output)
     return {r["peer"] for r in rows if (r["shape"], r["bias"]) == (shape, bias)}
 
 
@@ -93,8 +89,7 @@ def write(job: Job, row: dict[str, Any]) -> None:
     card = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     row = {"shape": job.shape, "bias": job.bias, **row, "card": card, "torch": torch.__version__}
     row["triton"] = _triton()
-    with job.options.output.open("a", newline="") as file:
-        csv.DictWriter(file, FIELDS).writerow(row)
+    row_file.append(job.options.output, FIELDS, row)
     shown = [row.get(x, "-") for x in ("step_ms", "call_ms", "forward_ms", "peak_mib", "error_dq")]
     print(f"{job.shape:30s} {job.bias:8s} {row['peer']:20s}", *shown, row["state"], flush=True)
 
@@ -137,10 +132,12 @@ def bench_job(job: Job, wait: Wait) -> None:
     lacked = False
     for row, step in found:
         told = _timed(row, step, options.repeats, device)
-        if told["state"] == OUT_OF_MEMORY and not job.alone:
+        if told["state"] in (OUT_OF_MEMORY, LACKED) and not job.alone:
             lacked = True
-            continue
-        write(job, told)
+        elif told["state"] == LACKED:  # what other commands hold is not gone in this run
+            print(f"{job.shape}, {job.bias}, {told['peer']}: no row, {LACKED}", flush=True)
+        else:
+            write(job, told)
         if told["state"] == CRASHED:
             raise SystemExit(1)
     if lacked:
@@ -175,6 +172,8 @@ def _timed(
 
 
 def _state(problem: Exception) -> str:
+    if lacked_beside_others(problem):
+        return LACKED
     if isinstance(problem, torch.OutOfMemoryError):
         return OUT_OF_MEMORY
     if type(problem).__name__ == "AcceleratorError":  # such as an illegal memory access
@@ -250,10 +249,7 @@ def run(jobs: list[Job], options: argparse.Namespace) -> None:
 
 def _begin(options: argparse.Namespace) -> list[Job]:
     """The jobs of a run; begins the file."""
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    if not (options.resume and options.output.exists()):
-        with options.output.open("w", newline="") as file:
-            csv.DictWriter(file, FIELDS).writeheader()
+    row_file.begin(options.output, FIELDS, resume=options.resume)
     every = [Job(name, bias, options) for name in options.shapes for bias in options.bias]
     useful = [j for j in every if j.bias == "frozen" or SHAPES[j.shape].bias is not None]
     return [j for j in useful if left_of(j)]

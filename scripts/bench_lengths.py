@@ -5,7 +5,8 @@ python scripts/bench_lengths.py [--lengths 256 1024 ...] [--output FILE.csv]
 One sequence, 8 heads of 64, bf16, forward: the plain shape of `bench_attention.py` at every length,
 with the same peers. Memory is everything beyond q, k and v: the bias in the form that the peer
 takes, and what a call allocates, its result included. A peer for which the card has not enough
-memory, or that crashes, is marked so. Writes a table and a picture.
+memory, or that crashes, is marked so; one that lacks memory beside other commands (`beside.py`) has
+no row, unless the whole card is too small. Writes a table and a picture.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import csv
 from collections.abc import Collection
 from pathlib import Path
 
+import row_file
 import torch
 from attention_peers import peers
 from attention_shapes import Shape, low_rank
 from bench_attention import CRASHED, DEVICE, OUT_OF_MEMORY, machine, ready, timed
+from failures import LACKED
 from torch import Tensor
 from turns import Wait, in_turns
 
@@ -64,41 +67,48 @@ def bench_length(n: int, names: Collection[str], output: Path, wait: Wait) -> No
     assert shape.bias is not None
     bias = shape.bias(shape, DEVICE)
     factors = (torch.cuda.memory_allocated() - before) / 2**20
-    with output.open("a", newline="") as file:
-        for peer in peers(shape, q, k, v, bias, dense=dense):
-            if peer.name not in names:
-                continue
-            told = {"n": n, **timed(*ready(peer, shape, q, k, v, bias)), **machine()}
-            held, peak = told.pop("held_mib", None), told.pop("peak_mib", None)
-            if held is not None and peak is not None:
-                own = factors if "ours" in peer.name else 0.0
-                told["memory_mib"] = f"{float(peak) + float(held) + own:.2f}"
-            csv.DictWriter(file, FIELDS).writerow(told)
-            file.flush()
-            shown = [told.get(x, "-") for x in ("median_ms", "memory_mib", "error")]
-            print(f"{n:6d} {peer.name:20s}", *shown, told["state"], flush=True)
-            torch.cuda.empty_cache()
+    for peer in peers(shape, q, k, v, bias, dense=dense):
+        if peer.name not in names:
+            continue
+        told = {"n": n, **timed(*ready(peer, shape, q, k, v, bias)), **machine()}
+        held, peak = told.pop("held_mib", None), told.pop("peak_mib", None)
+        if held is not None and peak is not None:
+            own = factors if "ours" in peer.name else 0.0
+            told["memory_mib"] = f"{float(peak) + float(held) + own:.2f}"
+        if told["state"] != LACKED:
+            row_file.append(output, FIELDS, told)
+        shown = [told.get(x, "-") for x in ("median_ms", "memory_mib", "error")]
+        print(f"{n:6d} {peer.name:20s}", *shown, told["state"], flush=True)
+        torch.cuda.empty_cache()
 
 
 def note_lost(n: int, names: Collection[str], output: Path) -> None:
     """Rows for peers whose process died, most often of an illegal access of theirs."""
-    with output.open(newline="") as file:
-        known = {(int(r["n"]), r["peer"]) for r in csv.DictReader(file)}
-    with output.open("a", newline="") as file:
-        for name in names:
-            if (n, name) not in known:
-                row = {"n": n, "peer": name, "state": CRASHED, **machine()}
-                csv.DictWriter(file, FIELDS).writerow(row)
+    known = _known(output)
+    for name in names:
+        if (n, name) not in known:
+            row = {"n": n, "peer": name, "state": CRASHED, **machine()}
+            row_file.append(output, FIELDS, row)
+
+
+def _known(output: Path) -> set[tuple[int, str]]:
+    """Lengths and peers that have a row."""
+    return {(int(row["n"]), row["peer"]) for row in row_file.read(output)}
 
 
 def calls(lengths: list[int], output: Path) -> list[tuple[int, tuple[str, ...], Path]]:
-    """What is measured by one process each: peers with long dense biases are on their own."""
+    """What is measured by one process each: peers with long dense biases are on their own.
+
+    Peers that have a row are left out.
+    """
     found: list[tuple[int, tuple[str, ...], Path]] = []
+    known = _known(output)
     for n in lengths:
-        alone = [x for x in COLOURS if "dense" in x and n >= LONG]
-        found.append((n, tuple(x for x in COLOURS if x not in alone), output))
+        left = [x for x in COLOURS if (n, x) not in known]
+        alone = [x for x in left if "dense" in x and n >= LONG]
+        found.append((n, tuple(x for x in left if x not in alone), output))
         found += [(n, (x,), output) for x in alone]
-    return found
+    return [call for call in found if call[1]]
 
 
 def draw(file: Path) -> None:
@@ -143,18 +153,11 @@ def main() -> None:
     """Measure every length; print and write a table and a picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="*", default=list(LENGTHS))
-    parser.add_argument("--resume", action="store_true", help="keep the lengths of the output")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of the output")
     parser.add_argument("--output", type=Path, default=ROOT / "scripts/results/bench_lengths.csv")
     options = parser.parse_args()
-    known: set[int] = set()
-    if options.resume and options.output.exists():
-        with options.output.open(newline="") as file:
-            known = {int(row["n"]) for row in csv.DictReader(file)}
-    else:
-        with options.output.open("w", newline="") as file:
-            csv.DictWriter(file, FIELDS).writeheader()
-    left = [n for n in options.lengths if n not in known]
-    for n, names, output in in_turns(bench_length, calls(left, options.output)):
+    row_file.begin(options.output, FIELDS, resume=options.resume)
+    for n, names, output in in_turns(bench_length, calls(options.lengths, options.output)):
         note_lost(n, names, output)
     draw(options.output)
 

@@ -24,6 +24,7 @@ truncates biases, rows are never that. "graphs" and "graph_breaks" tell how a ro
 
 Rows are written one by one. What fails or takes longer than --limit-s is a row with its reason;
 after --stop-s no row is begun. --resume keeps the rows of the file and adds those that it lacks.
+What lacks memory beside other commands (`beside.py`) is no row, unless the whole card is too small.
 Every row has a process of its own: a peer that crashes, or leaves the card unusable, ends its row.
 With --together N, so many rows at a time compile beside each other and are then timed one after the
 other; "first_call_s" has little meaning there, and all their models must fit the card at once. What
@@ -39,6 +40,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from failures import lacked_beside_others, no_row
 from whole_models import families, figure, language, plain, vision, weather
 from whole_models.case import ROOT, Case
 from whole_models.measuring import measure_row
@@ -103,8 +105,15 @@ def run(cases: Iterable[Case], options: argparse.Namespace, table: Table) -> Non
             if options.stop_s and time.monotonic() - started > options.stop_s:
                 print(f"stopped before {case.name}, {variant}")
                 return
-            truth = truth or find_truth(case, how)
-            table.add({**measure_row(case, variant, how, truth), **where})
+            try:
+                truth = truth or find_truth(case, how)
+                row = measure_row(case, variant, how, truth)
+            except Exception as problem:
+                if not lacked_beside_others(problem):
+                    raise
+                print(no_row(f"{case.name}, {variant}", problem), flush=True)
+                continue
+            table.add({**row, **where})
 
 
 def main() -> None:

@@ -10,13 +10,13 @@ channels; where rows are longer than the Triton kernels take (column `kernel`), 
 attention. `error` is that of the output against float64; a way that is off by more than `WRONG` is
 wrong, and compared with nobody. For every head size the largest rank up to which ours takes no
 longer than the best of the others is printed and written to FILE.md, beside the one that is
-accepted. Sizes and ranks that the clock leaves out (`--stop-s`) are told.
+accepted. Sizes and ranks that the clock leaves out (`--stop-s`) are told; --resume keeps the rows
+of the same device and version of torch and measures the others.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from failures import is_lost, lacked_beside_others, no_row
+from row_file import RowFile
 from torch import Tensor
 from turns import alone
 
@@ -34,12 +36,14 @@ from flashbias_convert.attention.multiplicative import largest_rank, repeat_chan
 from flashbias_convert.benchmark.timing import measure
 
 ROOT = Path(__file__).resolve().parent.parent
-OURS = "flashbias"
+OURS, FORMULA, FLEX = "flashbias", "formula", "FlexAttention, matrix"
 RANKS = [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20]
 #: Relative error from which on an output is wrong: rounding to bf16 gives 2e-3 to 1e-2.
 WRONG = 0.03
 COLUMNS = ("way", "rank", "d", "n", "heads", "accepted", "kernel", "forward_ms", "both_ms",
            "peak_mib", "error", "status", "dtype", "device", "torch")  # fmt: skip
+#: what makes a row the same row
+KEY = ("way", "rank", "d", "n", "heads", "dtype", "device")
 Attend = Callable[[Tensor, Tensor, Tensor, LowRank], Tensor]
 
 
@@ -140,6 +144,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--stop-s", type=float, default=math.inf, help="begin no rank after")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of the output")
     parser.add_argument("--no-flex", action="store_true")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"),
@@ -149,28 +154,46 @@ def main() -> None:
         "--output", type=Path, default=ROOT / "scripts/results/bench_score_scale.csv"
     )
     args = parser.parse_args()
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    started, rows = time.monotonic(), []
-    with args.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        for d in args.sizes:
-            for rank in args.ranks:
-                if time.monotonic() - started > args.stop_s:
-                    print(f"head size {d}, rank {rank}: not measured")
-                    continue
-                for row in rows_of(d, rank, args):
-                    rows.append(row)
-                    writer.writerow(row)
-                    file.flush()
-                    print(row, flush=True)
+    started = time.monotonic()
+    table = RowFile(args.output, COLUMNS, key=KEY, versions=("torch",), resume=args.resume)
+    for d in args.sizes:
+        for rank in args.ranks:
+            if left_of(d, rank, args, table) and time.monotonic() - started > args.stop_s:
+                print(f"head size {d}, rank {rank}: not measured")
+                continue
+            for row in rows_of(d, rank, args, table):
+                print(table.add(row), flush=True)
+                if is_lost(row["status"]):  # all that follows would fail, too
+                    raise SystemExit(1)
+    here = facts(0, 0, args)
+    rows = table.of({name: here[name] for name in ("n", "heads", "dtype", "device", "torch")})
     if rows:
-        args.output.with_suffix(".md").write_text(summary(rows))
-        print(summary(rows))
+        told = summary(sorted(rows, key=lambda r: (int(r["d"]), int(r["rank"]))))
+        args.output.with_suffix(".md").write_text(told)
+        print(told)
 
 
-def rows_of(d: int, rank: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row per way."""
+def facts(d: int, rank: int, args: argparse.Namespace) -> dict[str, Any]:
+    """What is known of a row before it is measured, its way aside."""
+    cuda = torch.device(args.device).type == "cuda"
+    device = torch.cuda.get_device_name() if cuda else "CPU"
+    return {"rank": rank, "d": d, "n": args.tokens, "heads": args.heads, "dtype": args.dtype,
+            "device": device, "torch": torch.__version__}  # fmt: skip
+
+
+def left_of(d: int, rank: int, args: argparse.Namespace, table: RowFile) -> list[str]:
+    """The ways that have no row."""
+    ways, known = (OURS, FORMULA, *(() if args.no_flex else (FLEX,))), facts(d, rank, args)
+    return [way for way in ways if table.find({**known, "way": way}) is None]
+
+
+def rows_of(
+    d: int, rank: int, args: argparse.Namespace, table: RowFile
+) -> Iterator[dict[str, Any]]:
+    """A row per way that has none."""
+    left = left_of(d, rank, args, table)
+    if not left:
+        return
     dtype, n, heads = getattr(torch, args.dtype), args.tokens, args.heads
     torch.manual_seed(0)
     draw = {"device": args.device}
@@ -179,19 +202,18 @@ def rows_of(d: int, rank: int, args: argparse.Namespace) -> Iterator[dict[str, A
     inputs = [x.requires_grad_() for x in (*qkv, *factors)]
     term = LowRank(phi_q=factors[0], phi_k=factors[1])
     ways: dict[str, Callable[[], Attend]] = {
-        OURS: lambda: ours(args.backend), "formula": lambda: formula,
+        OURS: lambda: ours(args.backend), FORMULA: lambda: formula,
+        FLEX: lambda: flex(term, n, dtype),
     }  # fmt: skip
-    if not args.no_flex:
-        ways["FlexAttention, matrix"] = lambda: flex(term, n, dtype)
-    cuda = torch.device(args.device).type == "cuda"
-    for way, make in ways.items():
-        row = {"way": way, "rank": rank, "d": d, "n": n, "heads": heads, "dtype": args.dtype,
-               "accepted": rank <= largest_rank(d), "kernel": rank * d <= MAX_HEAD_SIZE,
-               "torch": torch.__version__,
-               "device": torch.cuda.get_device_name() if cuda else "CPU"}  # fmt: skip
+    for way in left:
+        row = {"way": way, "accepted": rank <= largest_rank(d),
+               "kernel": rank * d <= MAX_HEAD_SIZE, **facts(d, rank, args)}  # fmt: skip
         try:
-            row |= timed(make(), inputs, args)
+            row |= timed(ways[way](), inputs, args)
         except (RuntimeError, NotImplementedError, ValueError) as problem:
+            if lacked_beside_others(problem):
+                print(no_row(f"{way}, rank {rank}", problem), flush=True)
+                continue
             out = isinstance(problem, torch.OutOfMemoryError)
             row["status"] = "out of memory" if out else str(problem)[:100]
         torch._dynamo.reset()

@@ -14,15 +14,14 @@ once, in bf16, causality included; in every layer if it is trained) and compiled
 `peak_mib` is everything, weights and optimizer included. `error_loss` and `error_gradient` are
 relative errors of a step of 2 layers and at most 1,024 tokens against float64, `plain_gradient`
 that of the formula in the same dtype: a row whose gradient is off by more than twice as much is
-wrong. Every row has a process of its own: one that dies, or runs out of memory, says so. Adds rows
-to bench_training.csv (`--resume` leaves out those it has) and draws them, and writes them as
-markdown beside the paper's numbers.
+wrong. Every row has a process of its own: one that dies, or runs out of memory, says so; what lacks
+memory beside other commands (`beside.py`) is no row. Adds rows to bench_training.csv (`--resume`
+leaves out those it has) and draws them, and writes them as markdown beside the paper's numbers.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
 import math
 import time
@@ -30,7 +29,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import row_file
 import torch
+from failures import lacked_beside_others
 from training_figure import draw
 from training_models import (
     FLEX,
@@ -76,8 +77,7 @@ def facts(args: argparse.Namespace, name: str, tokens: int) -> dict[str, Any]:
 
 def write(args: argparse.Namespace, row: dict[str, Any]) -> None:
     """Add a row to the table and print it."""
-    with args.output.open("a", newline="") as file:
-        csv.DictWriter(file, COLUMNS).writerow(row)
+    row_file.append(args.output, COLUMNS, row)
     shown = [row.get(x, "-") for x in ("median_ms", "peak_mib", "error_gradient", "status")]
     print(f"{row['model']:6s} {row['tokens']:6d} {row['attention']:18s}", *shown, flush=True)
 
@@ -98,10 +98,16 @@ def bench_row(args: argparse.Namespace, name: str, tokens: int, wait: Wait) -> N
 
 
 def _tried(step: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
-    """Columns of a row, and whether there are any: a step that fails is a row."""
+    """Columns of a row, and whether there are any: a step that fails is a row.
+
+    Raises:
+        Exception: memory lacked that others may hold, which is no result.
+    """
     try:
         return step(), True
     except Exception as problem:
+        if lacked_beside_others(problem):
+            raise
         return {"status": _status(problem)}, False
 
 
@@ -151,9 +157,10 @@ def timed(name: str, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> None:
     """Measure every row, each in a process."""
     started = time.monotonic()
-    known = _known(args) if args.resume and args.output.exists() else set()
+    rows = row_file.read(args.output) if args.resume else []
+    known = {row_file.key_of(row, KEY) for row in rows}
     calls = [(args, name, n) for n in args.tokens for name in args.attention]
-    calls = [c for c in calls if _key(facts(*c)) not in known]
+    calls = [c for c in calls if row_file.key_of(facts(*c), KEY) not in known]
     while calls:
         now, calls = calls[:TOGETHER], calls[TOGETHER:]
         left = args.stop_s - (time.monotonic() - started)
@@ -164,15 +171,6 @@ def run(args: argparse.Namespace) -> None:
                 print(f"{call[1]}, {call[2]} tokens: not measured")
             else:
                 write(args, {**facts(*call), "status": CRASHED})
-
-
-def _key(row: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(str(row[name]) for name in KEY)
-
-
-def _known(args: argparse.Namespace) -> set[tuple[str, ...]]:
-    with args.output.open(newline="") as file:
-        return {_key(row) for row in csv.DictReader(file)}
 
 
 def arguments() -> argparse.Namespace:
@@ -210,10 +208,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure; print and append a row per way to attend and number of tokens, and draw all."""
     args = arguments()
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    if not args.output.exists():
-        with args.output.open("w", newline="") as file:
-            csv.DictWriter(file, COLUMNS).writeheader()
+    row_file.begin(args.output, COLUMNS, resume=True)
     run(args)
     draw(args.output)
 

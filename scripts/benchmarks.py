@@ -7,7 +7,9 @@ The commands of a group run one after another, groups beside each other (`beside
 cores before those that are named after it. Tables go to --output. With `--resume` among its options
 (--list shows them) a command does not measure again what its table has there, so that a run that is
 cut goes on where it was: to measure a row anew, also one that failed, take it out, or name another
-folder. Other commands write a new table. What needs data or other packages is not here.
+folder. What lacks memory that other commands hold has no row, and is measured by the next run; on a
+card of its own it is a result. Other commands write a new table. What needs data or other packages
+is not here.
 """
 
 from __future__ import annotations
@@ -80,21 +82,28 @@ GROUPS = {
         "paper/pde_solver.py bench --resume --output {output}",
         "bench_training.py plain --resume --output {output}/bench_training.csv",
         "paper/pde_solver.py train --output {output}",
-        "bench_score_scale.py --output {output}/bench_score_scale.csv",
+        "bench_score_scale.py --resume --output {output}/bench_score_scale.csv",
         "bench_backward.py --bias trained --resume --output {output}/bench_backward.csv",
     ],
     "attention": [
         "bench_attention.py --resume --output {output}/bench_attention.csv",
+        "attention_floors.py --times {output}/bench_attention.csv "
+        "--output {output}/attention_floors.csv",
         "bench_lengths.py --resume --output {output}/bench_lengths.csv",
-        "tune_parts.py --biases none alibi --output {output}/tune_parts.csv",
+        "tune_parts.py --biases none alibi --resume --output {output}/tune_parts.csv",
     ],
     "costs": [
-        "measure_costs.py --output {output}/cost_table.csv",
-        "measure_training_costs.py --stop-s 1000 --output {output}/training_costs.csv",
-        "check_choice.py --output {output}/check_choice.csv",
+        "measure_costs.py --resume --output {output}/cost_table.csv",
+        "measure_training_costs.py --stop-s 1000 --resume --output {output}/training_costs.csv",
+        "check_choice.py --resume --output {output}/check_choice.csv",
     ],
-    "tuning": ["tune_backward.py --output {output}/tune_backward.csv"],
-    "sanitizer": ["sanitize_kernel.py --backward --output {output}/sanitizer.json"],
+    "tuning": [
+        "tune_attention.py --two-tiles --shapes 'triangle dense' 'plain R=16' 'swinv2b-s3 R=16' "
+        "'non-causal R=16' 'alibi gpt2' 'pde R=16' 'd128 R=16' 'sam-b global axial' --resume "
+        "--output {output}/tune_tiles.csv",
+        "tune_backward.py --resume --output {output}/tune_backward.csv",
+    ],
+    "sanitizer": ["sanitize_kernel.py --backward --resume --output {output}/sanitizer.json"],
 }
 
 

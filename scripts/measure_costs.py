@@ -1,17 +1,18 @@
 """What attention costs per score with every form of a bias, and without one, on this card.
 
-python scripts/measure_costs.py [--lengths N ...] [--head-sizes D ...] [--output FILE.csv]
+python scripts/measure_costs.py [--lengths N ...] [--head-sizes D ...] [--resume] [--output F.csv]
 
 bf16, forward, time on the card (CUDA graph replays). The batch is chosen so that every length has
 about the same number of scores. "dense, sdpa" is a dense bias in torch's fused attention, what a
 converted site is compared with. Kernels are compiled in parallel processes first. Writes the table
-that the choice of terms counts with, `flashbias_convert/decompose/cost_table.csv`.
+that the choice of terms counts with, `flashbias_convert/decompose/cost_table.csv`, row by row;
+--resume keeps the rows of other classes of cards, and does not measure again those of this card and
+these versions. Rows of its class from other cards or versions are replaced one by one.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F
 import triton
 from attention_shapes import Shape, alibi, dense, lookup, low_rank, offsets, with_regions
+from row_file import VERSIONS, RowFile
 from torch import Tensor
 from tune_attention import time_ms
 from turns import alone
@@ -35,6 +37,8 @@ TABLE = ROOT / "flashbias_convert/decompose/cost_table.csv"
 HEADS = 8
 SCORES = 2**28
 Make = Callable[[Shape, torch.device], ScoreBias]
+#: length, head size and form
+Job = tuple[int, int, str]
 
 
 def with_diagonal(make: Make) -> Make:
@@ -83,7 +87,7 @@ def make_call(n: int, d: int, form: str) -> Callable[[], Tensor]:
     return lambda: flashbias_attention(q, k, v, bias, backend="triton")
 
 
-def compile_one(job: tuple[int, int, str]) -> None:
+def compile_one(job: Job) -> None:
     """Compile what a job launches; failures show again when it is timed."""
     try:
         make_call(*job)()
@@ -92,32 +96,48 @@ def compile_one(job: tuple[int, int, str]) -> None:
         print(*job, str(problem).splitlines()[0][:100], flush=True)
 
 
+def measured(job: Job) -> dict[str, str]:
+    """What a row says of its time."""
+    n = job[0]
+    ms = time_ms(make_call(*job))
+    scores = shape_of(*job[:2]).batch[0] * HEADS * n * n
+    return {"ms": f"{ms:.4f}", "ps_per_score": f"{1e9 * ms / scores:.4f}"}
+
+
+def facts(job: Job, where: dict[str, str]) -> dict[str, str]:
+    """What a row says of what is measured, and where."""
+    n, d, form = job
+    return {"head_size": str(d), "n": str(n), "form": form, **where}
+
+
 def main() -> None:
     """Compile, time, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", type=int, nargs="*",
                         default=[64, 144, 256, 576, 1024, 2048, 4096])  # fmt: skip
     parser.add_argument("--head-sizes", type=int, nargs="*", default=[32, 64, 128])
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--resume", action="store_true", help="keep the rows of the output")
     parser.add_argument("--output", type=Path, default=TABLE)
     options = parser.parse_args()
+    where = {"class": CLASSES[torch.cuda.get_device_capability()],
+             "card": torch.cuda.get_device_name(), "torch": torch.__version__,
+             "triton": triton.__version__}  # fmt: skip
+    key = ("head_size", "n", "form", "class")
+    table = RowFile(options.output, FIELDS, key=key, versions=VERSIONS, resume=options.resume)
     forms = [*FORMS, SDPA]
     jobs = [(n, d, form) for d in options.head_sizes for n in options.lengths for form in forms]
+    jobs = [job for job in jobs if table.find(facts(job, where)) is None]
+    if not jobs:
+        return
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
         pool.map(compile_one, jobs, chunksize=2)
-    of_class = CLASSES[torch.cuda.get_device_capability()]
-    where = [of_class, torch.cuda.get_device_name(), torch.__version__, triton.__version__]
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    with alone(), options.output.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(FIELDS)
-        for n, d, form in jobs:
-            ms = time_ms(make_call(n, d, form))
-            scores = shape_of(n, d).batch[0] * HEADS * n * n
-            row = [d, n, form, f"{ms:.4f}", f"{1e9 * ms / scores:.4f}"]
-            writer.writerow([*row, *where])
-            file.flush()
-            print(*row, flush=True)
+    with alone():
+        for job in jobs:
+            row = table.add(facts(job, where) | measured(job))
+            print(*list(row.values())[:5], flush=True)
 
 
 if __name__ == "__main__":

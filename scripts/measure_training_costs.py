@@ -1,21 +1,20 @@
 """What training steps of attention cost in every way that gives them, on this card.
 
 python scripts/measure_training_costs.py [--dtypes bfloat16 float16 ...] [--lengths N ...]
-python scripts/measure_training_costs.py --tiny --device cpu --output FILE.csv
+python scripts/measure_training_costs.py --tiny --device cpu --output FILE.csv [--resume]
 
 Forward plus backward on the card alone (CUDA graph replays), of the kernels with the same bits
 every time, of those with atomics, and of torch's attention with concatenated columns: without a
 bias, with factors (frozen and trained), with a key bias, causal or not. Every length has about the
 same number of scores. Kernels are compiled in parallel processes first. Writes the table that
-`backend="auto"` chooses with, `flashbias_convert/attention/training_costs.csv`, keeping rows of
-other cards and dtypes, and prints what it chooses now. A way that cannot run has no row, and is
-printed.
+`backend="auto"` chooses with, `flashbias_convert/attention/training_costs.csv`, row by row, keeping
+rows of other cards and dtypes (with --resume also those of this card, dtype and these versions),
+and prints what it chooses now. A way that cannot run has no row, and is printed.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import multiprocessing
 import os
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 from attention_shapes import Shape
 from backward_step import Step
+from row_file import VERSIONS, Row, RowFile
 from turns import alone
 
 from flashbias_convert import KeyBias, LowRank, ScoreBias
@@ -169,23 +169,20 @@ def about(device: torch.device) -> dict[str, str]:
     return {"class": of_class, "card": card, "torch": torch.__version__, "triton": triton}
 
 
-def kept(file: Path, jobs: list[Job], of_class: str) -> list[dict[str, str]]:
-    """The rows of a table that these jobs do not replace."""
-    if not file.exists():
-        return []
-    with file.open(newline="") as lines:
-        rows = list(csv.DictReader(lines))
-    measured = {(job.dtype, of_class) for job in jobs}
-    return [r for r in rows if (r["form"].split(", ")[1], r["class"]) not in measured]
+def table_of(file: Path, jobs: list[Job], of_class: str, resume: bool) -> RowFile:
+    """The table, with the rows that these jobs do not replace."""
+    replaced = {(job.dtype, of_class) for job in jobs}
+
+    def stays(row: Row) -> bool:
+        return (row["form"].split(", ")[1], row["class"]) not in replaced
+
+    key = ("head_size", "n", "form", "class")
+    return RowFile(file, FIELDS, key=key, versions=VERSIONS, resume=resume, others=stays)
 
 
-def write(file: Path, rows: list[dict[str, Any]]) -> None:
-    """The table."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("w", newline="") as lines:
-        writer = csv.DictWriter(lines, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+def facts(job: Job, where: dict[str, str]) -> dict[str, str]:
+    """What a row says of what is measured, and where."""
+    return {"head_size": str(job.d), "n": str(job.n), "form": job.form, **where}
 
 
 def told(file: Path, options: argparse.Namespace) -> Iterator[str]:
@@ -221,6 +218,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--scores", type=int, default=2**26, help="of a call, about")
     parser.add_argument("--tiny", action="store_true", help="sizes that a CPU computes")
     parser.add_argument("--stop-s", type=float, default=110.0, help="measure nothing after")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of the output")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=TABLE)
@@ -235,15 +233,15 @@ def main() -> None:
     """Compile, time, print and write."""
     options, started = arguments(), time.monotonic()
     jobs, where = jobs_of(options), about(torch.device(options.device))
-    if where["class"] != "cpu":
+    table = table_of(options.output, jobs, where["class"], options.resume)
+    jobs = [job for job in jobs if table.find(facts(job, where)) is None]
+    if jobs and where["class"] != "cpu":
         with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
             pool.map(prepare, jobs, chunksize=4)
-    rows: list[dict[str, Any]] = []
-    others = kept(options.output, jobs, where["class"])
     with alone():
-        for job in jobs:
+        for done, job in enumerate(jobs):
             if time.monotonic() - started > options.stop_s:
-                print(f"stopped after {len(rows)} of {len(jobs)} measurements")
+                print(f"stopped after {done} of {len(jobs)} measurements")
                 break
             try:
                 ms = time_ms(job)
@@ -251,11 +249,9 @@ def main() -> None:
                 print(job.d, job.n, job.form, str(problem).splitlines()[0][:100], flush=True)
                 continue
             cost = 1e9 * ms / (job.shape().batch[0] * HEADS * job.n**2)
-            row = {"head_size": job.d, "n": job.n, "form": job.form, "ms": f"{ms:.4f}"}
-            rows.append(row | {"ps_per_score": f"{cost:.4f}"} | where)
-            print(*list(rows[-1].values())[:5], flush=True)
-    if rows:
-        write(options.output, others + rows)
+            row = facts(job, where) | {"ms": f"{ms:.4f}", "ps_per_score": f"{cost:.4f}"}
+            print(*list(table.add(row).values())[:5], flush=True)
+    if options.output.is_file():
         print(*told(options.output, options), sep="\n")
 
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from bench_models import all_cases
+from failures import lacked_beside_others
 from turns import Wait, in_turns
 from whole_models.case import ROOT, Prepared, split_variant
 from whole_models.measuring import compiled
@@ -120,6 +121,8 @@ def profile_job(name: str, variant: str, options: argparse.Namespace, wait: Wait
         kernels, wall = profiled(ready, model, device)
         row |= {**in_classes(kernels), "wall_ms": f"{wall:.4f}"}
     except Exception as error:  # how a variant fails is its result
+        if lacked_beside_others(error):
+            raise
         row |= {"status": "failed", "reason": failure(error)}
     if not waited:
         wait()

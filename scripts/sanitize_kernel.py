@@ -1,11 +1,13 @@
 """Run the forward kernels under compute-sanitizer, with every kind of term.
 
-python scripts/sanitize_kernel.py [--tools memcheck racecheck] [--backward] [--output FILE.json]
+python scripts/sanitize_kernel.py [--tools memcheck racecheck] [--backward] [--resume]
+                                  [--output FILE.json]
 
 The script starts itself under each tool, in several processes; every kind of bias of the
 operator's tests is computed once in fp16, bf16 and fp32, at sizes that no block divides. A tool
-slows a kernel down a hundred times, so the sizes are small. Exit code 1 if a tool found something
-or could not run.
+slows a kernel down a hundred times, so the sizes are small. The file is written after every tool;
+--resume keeps the runs of as many calls on the same card and version of torch that came to their
+end. Exit code 1 if a tool found something or could not run.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ SIZES = ((40, 16), (150, 32), (150, 64))
 DTYPES = ("float16", "bfloat16", "float32")
 #: processes at a time: most of the time goes to compiling
 PARTS = 12
+#: of a part that had no time left
+NOT_DONE = "not done in"
 
 
 def cases() -> list[tuple[int, int, str, str]]:
@@ -79,7 +83,7 @@ def under(tool: str, sanitizer: str, backward: bool, timeout: float) -> dict[str
             said.append(process.communicate(timeout=left)[0])
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # the tool, and what it runs
-            said.append(f"not done in {timeout:.0f} s")
+            said.append(f"{NOT_DONE} {timeout:.0f} s")
     found = [re.search(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", text) for text in said]
     done = [re.search(r"^calls (\d+)$", text, re.MULTILINE) for text in said]
     broken = [
@@ -100,11 +104,47 @@ def under(tool: str, sanitizer: str, backward: bool, timeout: float) -> dict[str
     }
 
 
+def kept(file: Path, where: dict[str, str]) -> list[dict[str, Any]]:
+    """The runs of a file that need not be made again; says why if there are none.
+
+    Args:
+        file: of a run before.
+        where: card and version of torch, which must be the same.
+    """
+    if not file.is_file():
+        return []
+    known = json.loads(file.read_text())
+    found = {name: known.get(name) for name in where}
+    if found != where:
+        print(f"{file.name}: runs of {', '.join(map(str, found.values()))} are made again")
+        return []
+    return [
+        run for run in known["runs"]
+        if run["of"] == len(cases()) and not any(x.startswith(NOT_DONE) for x in run["problems"])
+    ]  # fmt: skip
+
+
+def run_all(
+    sanitizer: str, options: argparse.Namespace, where: dict[str, str]
+) -> list[dict[str, Any]]:
+    """What every tool has found, those of before included; written after each."""
+    rows = kept(options.output, where) if options.resume else []
+    known = [(row["tool"], row["backward"]) for row in rows]
+    for tool in options.tools:
+        if (tool, options.backward) in known:
+            continue
+        rows.append(under(tool, sanitizer, options.backward, options.timeout))
+        print(rows[-1], flush=True)
+        options.output.write_text(json.dumps({**where, "runs": rows}, indent=2) + "\n")
+    return [r for r in rows if r["tool"] in options.tools and r["backward"] == options.backward]
+
+
 def main() -> int:
     """Run every tool; write and print what it found."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tools", nargs="*", default=list(TOOLS))
     parser.add_argument("--backward", action="store_true", help="gradients too")
+    parser.add_argument("--resume", action="store_true", help="keep the runs of the output")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds, a tool")
     parser.add_argument("--output", type=Path, default=ROOT / "scripts/results/sanitizer.json")
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
@@ -118,11 +158,8 @@ def main() -> int:
         return 1
     import torch
 
-    rows = [under(t, sanitizer, options.backward, options.timeout) for t in options.tools]
-    for row in rows:
-        print(row)
-    told = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "runs": rows}
-    options.output.write_text(json.dumps(told, indent=2) + "\n")
+    where = {"card": torch.cuda.get_device_name(), "torch": torch.__version__}
+    rows = run_all(sanitizer, options, where)
     return 0 if all(row["clean"] for row in rows) else 1
 
 

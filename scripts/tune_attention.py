@@ -1,23 +1,29 @@
 """Measure launch settings of the kernel on this card.
 
-python scripts/tune_attention.py [--shapes NAME ...] [--output FILE.csv]
+python scripts/tune_attention.py [--shapes NAME ...] [--quick | --two-tiles] [--output FILE.csv]
 
-Settings are compiled in parallel processes first, then timed one by one. The CSV has one row per
-shape and settings: median milliseconds. `flashbias_convert/attention/tuning.py` holds the rule
-that was read off it.
+Shape by shape, settings are compiled in parallel processes first, then timed one by one. The table
+has one row per shape and settings: median milliseconds, and whether calls are launched with them
+now. `flashbias_convert/attention/tuning.py` holds the rule that was read off it.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
+import math
 import multiprocessing
 import os
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from attention_shapes import SHAPES, SHORT
+from attention_launches import launched
+from attention_shapes import SHAPES, SHORT, dense
+from failures import is_lost, lacked_beside_others, no_row
+from row_file import RowFile
 from turns import alone
 
 from flashbias_convert.attention import PreparedBias, flashbias_attention, launch
@@ -26,6 +32,53 @@ from flashbias_convert.attention.tuning import LaunchSettings
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda")
 ALL = SHAPES | SHORT
+SETTINGS = tuple(f.name for f in dataclasses.fields(LaunchSettings))
+FIELDS = ("shape", *SETTINGS, "present", "ms", "state", "card", "torch", "triton")
+#: the state of a row with a time
+OK = "ok"
+
+
+#: with two tiles a step, or tall ones, that leave the compiler the registers to let products of the
+#: tensor cores overlap, or as many programs as without: by the largest head size
+TWO_TILES = {
+    32: [
+        (128, 64, 8, 128, 2), (64, 64, 4, 112, 2), (128, 32, 4, 168, 2), (128, 64, 4, None, 2),
+        (64, 32, 4, 96, 2), (64, 128, 4, 168, 1), (64, 64, 4, 112, 1), (128, 128, 8, None, 1),
+        (256, 64, 8, None, 1), (256, 64, 8, 128, 1),
+    ],
+    64: [
+        (128, 64, 4, None, 2), (128, 64, 8, None, 2), (128, 32, 8, 128, 2), (128, 32, 4, None, 2),
+        (64, 64, 4, 168, 2), (64, 64, 4, 168, 1), (128, 128, 8, None, 1), (64, 128, 4, None, 1),
+        (256, 64, 8, None, 1), (256, 64, 8, None, 2),
+    ],
+    256: [(128, 64, 8, None, 2), (128, 32, 8, None, 2), (64, 32, 4, None, 2), (64, 64, 4, None, 2)],
+}  # fmt: skip
+
+
+#: two entries of the batch that share tiles of a dense bias
+TWO_ENTRIES = [
+    (128, 32, 8, 128), (64, 32, 4, 128), (64, 32, 4, 168), (128, 32, 4, None), (128, 64, 8, None),
+    (64, 64, 4, 168),
+]  # fmt: skip
+
+
+def two_tiles(name: str) -> list[LaunchSettings]:
+    """Settings of `TWO_TILES` for a shape, after those that a call gets, then of `TWO_ENTRIES`."""
+    shape = ALL[name]
+    some = min(size for size in TWO_TILES if size >= shape.d)
+    found = [(*each, 1) for each in TWO_TILES[some]]
+    if shape.bias is dense and max(shape.batch) > 1:
+        found += [(*each, 1, 2) for each in TWO_ENTRIES]
+    return [present(name)] + [
+        LaunchSettings(m, n, warps, depth, *others)
+        for m, n, warps, *others in found
+        for depth in (2, 3)
+    ]
+
+
+def present(name: str) -> LaunchSettings:
+    """What a call of the shape is launched with."""
+    return launched(make_call(name))[1]
 
 
 def candidates(name: str, quick: bool) -> list[LaunchSettings]:
@@ -55,16 +108,26 @@ def candidates(name: str, quick: bool) -> list[LaunchSettings]:
     ]
 
 
-def run_once(job: tuple[str, LaunchSettings]) -> None:
-    """Compile and run one setting; failures show again when it is timed."""
+def run_once(job: tuple[str, LaunchSettings]) -> str | None:
+    """Compile and run one setting; how that ended, or None if others had the memory for it."""
     name, settings = job
-    call = make_call(name)
     try:
         with launch.forced(settings):
-            call()
+            make_call(name)()
             torch.cuda.synchronize()
-    except Exception as error:
-        print(f"{name} {settings}: {str(error).splitlines()[0][:100]}", flush=True)
+        return OK
+    except Exception as problem:  # too much shared memory, most often
+        return _state(f"{name}, {settings}", problem)
+
+
+def _state(what: str, problem: Exception) -> str | None:
+    """A failure as a row has it, or None if that is no result; printed."""
+    if lacked_beside_others(problem):
+        print(no_row(what, problem), flush=True)
+        return None
+    first = (str(problem).splitlines() or [""])[0]
+    print(what, first[:100], flush=True)
+    return f"{type(problem).__name__}: {first}"[:120]
 
 
 def make_call(name: str):  # type: ignore[no-untyped-def]
@@ -85,37 +148,72 @@ def time_ms(call) -> float:  # type: ignore[no-untyped-def]
         return float(triton.testing.do_bench_cudagraph(call, rep=30, return_mode="median"))
 
 
-def main() -> None:
-    """Compile, time, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", nargs="*", default=list(ALL))
+def measure(name: str, tried: Sequence[LaunchSettings], table: RowFile, where: Any) -> None:
+    """Rows of one shape, whose settings are compiled; prints the best.
+
+    Raises:
+        SystemExit: nothing runs on the card any more, and all that follows would fail, too.
+    """
+    call, now = make_call(name), present(name)
+    for settings in tried:
+        try:
+            with launch.forced(settings):
+                told: dict[str, Any] = {"ms": f"{time_ms(call):.4f}", "state": OK}
+        except Exception as problem:
+            told = {"state": _state(f"{name}, {settings}", problem)}
+            if told["state"] is None:
+                continue
+        table.add(_row(name, settings, where) | told | {"present": int(settings == now)})
+        if is_lost(told["state"]):
+            raise SystemExit(1)
+    known = [r for r in table.of({"shape": name, **where}) if r["ms"]]
+    for row in sorted(known, key=lambda r: float(r["ms"]))[:4]:
+        print(f"{name:30s} {row['ms']} ms", *(row[s] for s in SETTINGS), row["present"], flush=True)
+
+
+def _row(name: str, settings: LaunchSettings, where: dict[str, str]) -> dict[str, Any]:
+    return {"shape": name, **dataclasses.asdict(settings), **where}
+
+
+def arguments() -> argparse.Namespace:
+    """The words of a command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", nargs="*", choices=list(ALL), default=list(ALL))
     parser.add_argument("--output", type=Path, default=ROOT / "scripts/results/tuning.csv")
     parser.add_argument("--quick", action="store_true", help="only the usual winners")
+    parser.add_argument(
+        "--two-tiles", action="store_true", help="`TWO_TILES` and `TWO_ENTRIES`, instead"
+    )
+    parser.add_argument("--resume", action="store_true", help="keep the rows of the output")
+    parser.add_argument("--stop-s", type=float, default=math.inf, help="begin no shape after")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
-    options = parser.parse_args()
-    jobs = [(name, s) for name in options.shapes for s in candidates(name, options.quick)]
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Compile, time, print and write."""
+    import triton
+
+    options, started = arguments(), time.monotonic()
+    card = torch.cuda.get_device_name()
+    where = {"card": card, "torch": torch.__version__, "triton": triton.__version__}
+    table = RowFile(options.output, FIELDS, key=("shape", *SETTINGS), resume=options.resume)
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
-        pool.map(run_once, jobs, chunksize=4)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    with alone(), options.output.open("w", newline="") as file:
-        writer = csv.writer(file)
-        names = [field.name for field in dataclasses.fields(LaunchSettings)]
-        writer.writerow(["shape", *names, "ms", "card"])
         for name in options.shapes:
-            call = make_call(name)
-            results = []
-            for settings in candidates(name, options.quick):
-                try:
-                    with launch.forced(settings):
-                        results.append((time_ms(call), settings))
-                except Exception:
-                    continue
-            for ms, s in sorted(results, key=lambda r: r[0]):
-                card = torch.cuda.get_device_name()
-                writer.writerow([name, *dataclasses.astuple(s), f"{ms:.4f}", card])
-            for ms, s in sorted(results, key=lambda r: r[0])[:4]:
-                print(f"{name:30s} {ms:.4f} ms {dataclasses.astuple(s)}", flush=True)
-            file.flush()
+            if time.monotonic() - started > options.stop_s:
+                print(f"stopped before {name}")
+                break
+            found = two_tiles(name) if options.two_tiles else candidates(name, options.quick)
+            left = [s for s in dict.fromkeys(found) if table.find(_row(name, s, where)) is None]
+            states = pool.map(run_once, [(name, s) for s in left], chunksize=1)
+            for settings, state in zip(left, states, strict=True):
+                if state not in (OK, None):
+                    table.add(_row(name, settings, where) | {"state": state})
+            with alone():  # shape by shape, so that others go on in between
+                tried = [s for s, state in zip(left, states, strict=True) if state == OK]
+                measure(name, tried, table, where)
 
 
 if __name__ == "__main__":

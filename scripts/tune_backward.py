@@ -1,122 +1,78 @@
 """Measure launch settings of the backward kernels on this card.
 
 python scripts/tune_backward.py [--kernels queries keys all] [--head-sizes 32 64 128]
-    [--columns 0 16] [--lengths 1024 4096] [--trained] [--output FILE.csv]
+    [--columns 0 16] [--lengths 1024 4096] [--trained] [--stop-s S] [--resume] [--output FILE.csv]
 
-Settings are compiled in parallel processes first, then timed one by one: a training step (CUDA
-graph replays, bf16, 8 heads) in which only the gradients that a kernel makes are asked for. Those
-whose sums a thread could not hold in registers are left out, and so is what is slower than the
-present settings by more than `HOPELESS` at the first length. The table has a row per call and
-settings, the present ones marked; `flashbias_convert/attention/tuning.py` holds the rule that is
-read off it.
+Settings are compiled in parallel processes, a few kernels' at a time, and then timed one by one,
+while nothing compiles: a training step (CUDA graph replays, bf16, 8 heads) in which only the
+gradients that a kernel makes are asked for. Those whose sums a thread could not hold in registers
+are left out, and so is what is slower than the present settings by more than `HOPELESS` at the
+first length. The table has a row per call and settings, the present ones marked, also of those that
+fail, with the reason; --resume keeps the rows of this card and these versions and neither compiles
+nor times them again. `flashbias_convert/attention/tuning.py` holds the rule that is read off it.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import itertools
 import math
 import multiprocessing
 import os
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from backward_cases import KERNELS, Case
 from backward_step import Step
+from failures import is_lost, lacked_beside_others, no_row
 from measure_training_costs import HEADS
-from measure_training_costs import Job as Call
+from row_file import RowFile
 from turns import alone
 
 from flashbias_convert.attention import backward_launch
-from flashbias_convert.attention.tuning import LaunchSettings, backward_settings
+from flashbias_convert.attention.tuning import LaunchSettings
 
 ROOT = Path(__file__).resolve().parent.parent
-KERNELS = ("queries", "keys", "all")
-#: fp32 numbers of sums and tiles that a thread may hold, and the fewest that make it worth while
-MOST_HELD, LEAST_HELD = 224, 40
 #: times the present settings from which on others are not tried at further lengths
 HOPELESS = 1.3
-FIELDS = ("kernel", "d", "columns", "trained", "n", *(f.name for f in dataclasses.fields(
-    LaunchSettings)), "present", "ms", "card", "torch", "triton")  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Case:
-    """A kernel for one kind of call.
-
-    Attributes:
-        kernel: see `tuning.backward_settings`.
-        d, columns: head size, and factor columns.
-        trained: whether factors get gradients.
-    """
-
-    kernel: str
-    d: int
-    columns: int
-    trained: bool
-
-    def present(self, n: int) -> LaunchSettings:
-        """What is launched now."""
-        return backward_settings(
-            self.kernel, m=n, d=self.d, dv=self.d, columns=self.columns, half=True
-        )
-
-    def held(self, settings: LaunchSettings) -> float:
-        """Numbers of fp32 that a thread holds at once, about: sums, scores and their gradients."""
-        m, n, wide = settings.block_m, settings.block_n, self.d
-        extra = self.columns if self.trained else 0
-        sums = {"queries": m * (wide + extra), "keys": n * (2 * wide + extra)}
-        sums["all"] = sums["keys"] + m * wide  # a share of those of queries
-        return (sums[self.kernel] + 2 * m * n) / (32 * settings.num_warps)
-
-    def candidates(self) -> list[LaunchSettings]:
-        """Settings worth trying."""
-        blocks, depths = (32, 64, 128), (1, 2) if self.d > 64 else (2, 3)
-        found = [
-            LaunchSettings(m, n, warps, depth, registers)
-            for m, n, warps, depth in itertools.product(blocks, blocks, (4, 8), depths)
-            # so that three or four programs share a multiprocessor, or two of twice the size
-            for registers in ((None, 128) if warps == 8 else (None, 128, 168))
-        ]
-        # a wide product of a tensor core has 64 rows of what it adds to
-        rows = {"queries": "block_m", "keys": "block_n", "all": "block_n"}[self.kernel]
-        return [
-            s for s in found
-            if getattr(s, rows) >= 16 * s.num_warps and LEAST_HELD <= self.held(s) <= MOST_HELD
-        ]  # fmt: skip
-
-    def step(self, n: int, scores: int, device: str) -> Step:
-        """A training step in which this kernel makes the gradients."""
-        way = "atomics" if self.kernel == "all" else "triton"
-        call = Call(self.d, n, way, "bfloat16", self.columns, self.trained, False, scores, device)
-        whole = call.step()
-        q, k, v, *factors = whole.wanted
-        wanted = {"queries": [q, *factors[:1]], "keys": [k, v, *factors[1:]]}
-        for tensor in whole.wanted:
-            tensor.requires_grad_(
-                self.kernel == "all" or any(tensor is w for w in wanted[self.kernel])
-            )
-        return Step(whole.forward, wanted.get(self.kernel, whole.wanted), whole.dout)
+SETTINGS = tuple(f.name for f in dataclasses.fields(LaunchSettings))
+FIELDS = ("kernel", "d", "columns", "trained", "n", *SETTINGS, "present", "ms", "scores", "state",
+          "card", "torch", "triton")  # fmt: skip
+#: what makes a row the same row
+KEY = ("kernel", "d", "columns", "trained", "n", *SETTINGS, "scores", "card")
+#: the state of a row with a time
+OK = "ok"
 
 
 Trial = tuple[Case, LaunchSettings]
 
 
-def compile_one(trial: Trial, n: int, device: str) -> bool:
-    """Compile and run settings once; whether that works."""
+def compile_one(trial: Trial, n: int, device: str) -> str | None:
+    """Compile and run settings once; how that ended, or None if others had the memory for it."""
     case, settings = trial
     try:
         with backward_launch.forced(case.kernel, settings):
             case.step(n, HEADS * n * n, device)()
-            torch.cuda.synchronize()
-        return True
+            if device != "cpu":
+                torch.cuda.synchronize()
+        return OK
     except Exception as problem:  # too much shared memory, most often
-        print(case, settings, (str(problem).splitlines() or [""])[0][:80], flush=True)
-        return False
+        return _state(f"{case}, {settings}", problem)
+
+
+def _state(what: str, problem: Exception) -> str | None:
+    """A failure as a row has it, or None if that is no result; printed."""
+    if lacked_beside_others(problem):
+        print(no_row(what, problem), flush=True)
+        return None
+    first = (str(problem).splitlines() or [""])[0]
+    print(what, first[:80], flush=True)
+    return f"{type(problem).__name__}: {first}"[:120]
 
 
 def time_ms(step: Step) -> float:
@@ -128,32 +84,131 @@ def time_ms(step: Step) -> float:
         return float(do_bench_cudagraph(step, rep=10, return_mode="median"))
 
 
-def measure_case(
-    case: Case, found: list[LaunchSettings], options: argparse.Namespace, table: Any
-) -> None:
-    """Rows of one case at all lengths."""
-    import triton
+@dataclass(frozen=True)
+class Tuning:
+    """What is known, and what is asked for.
 
-    where = [torch.cuda.get_device_name(), torch.__version__, triton.__version__]
-    for n in options.lengths:
-        present = case.present(n)
-        best: dict[LaunchSettings, float] = {}
-        for settings in dict.fromkeys([present, *found]):
-            try:
-                with backward_launch.forced(case.kernel, settings):
-                    ms = time_ms(case.step(n, options.scores, options.device))
-            except RuntimeError as problem:  # it may fail with other strides than the smallest call
-                print(case, n, settings, str(problem).splitlines()[0][:80], flush=True)
-                continue
-            best[settings] = ms
-            table.writerow([*dataclasses.astuple(case), n, *dataclasses.astuple(settings),
-                            int(settings == present), f"{ms:.4f}", *where])  # fmt: skip
-        if present not in best:
+    Attributes:
+        options: the words of the command.
+        table: takes the rows.
+        where: card and versions.
+        ends: no settings are begun after this, see `time.monotonic`.
+    """
+
+    options: argparse.Namespace
+    table: RowFile
+    where: dict[str, str]
+    ends: float
+
+    def row(self, case: Case, n: int, settings: LaunchSettings) -> dict[str, Any]:
+        """What is known of a row before it is measured."""
+        own = {**dataclasses.asdict(case), "n": n, **dataclasses.asdict(settings)}
+        present = int(settings == case.present(n))
+        return {**own, "present": present, "scores": self.options.scores, **self.where}
+
+    def known_ms(self, case: Case, n: int, settings: LaunchSettings) -> float | None:
+        """Milliseconds of a row; infinite if it failed, None if there is none."""
+        row = self.table.find(self.row(case, n, settings))
+        return None if row is None else float(row["ms"] or math.inf)
+
+    def walk(self, case: Case) -> Iterator[tuple[int, LaunchSettings]]:
+        """Lengths and settings that have no row, in order; goes by the rows that are added.
+
+        What is slower than the present settings by more than `HOPELESS` is not tried at further
+        lengths. Nobody is judged where the present settings have no time yet.
+        """
+        found = case.candidates()
+        for n in self.options.lengths:
+            present = case.present(n)
+            tried = list(dict.fromkeys([present, *found]))
+            for settings in tried:
+                if self.known_ms(case, n, settings) is None:
+                    yield n, settings
+            times = {s: self.known_ms(case, n, s) for s in tried}
+            limit = times[present]
+            if limit is not None:
+                slow = HOPELESS * limit
+                found = [s for s in found if (times[s] or 0.0) <= slow and times[s] != math.inf]
+
+    def left(self, case: Case) -> list[LaunchSettings]:
+        """Settings of a case that are to be compiled: what has no row at one of its lengths."""
+        return list(dict.fromkeys(settings for _, settings in self.walk(case)))
+
+    def fails(self, case: Case, settings: LaunchSettings, state: str) -> None:
+        """Rows of settings that do not compile: at every length at which they would be tried."""
+        for n, other in list(self.walk(case)):
+            if other == settings:
+                self.table.add(self.row(case, n, settings) | {"state": state})
+
+
+def measure_case(case: Case, lacking: Sequence[LaunchSettings], tuning: Tuning) -> None:
+    """Rows of one case at all lengths.
+
+    Args:
+        case: its settings are compiled, but for those that fail, which have a row.
+        lacking: settings that could not be tried for want of memory; they are left for later.
+        tuning: see there.
+
+    Raises:
+        SystemExit: nothing runs on the card any more, and all that follows would fail, too.
+    """
+    for n, settings in tuning.walk(case):
+        if settings in lacking:
+            continue
+        if time.monotonic() > tuning.ends:
+            print(f"stopped in {case}")
             break
-        found = [s for s in found if best.get(s, math.inf) <= HOPELESS * best[present]]
-        for settings, ms in sorted(best.items(), key=lambda item: item[1])[:3]:
-            print(case, n, f"{ms:.4f} ms, now {best[present]:.4f}", dataclasses.astuple(settings),
-                  flush=True)  # fmt: skip
+        try:
+            with backward_launch.forced(case.kernel, settings):
+                ms = time_ms(case.step(n, tuning.options.scores, tuning.options.device))
+            told: dict[str, Any] = {"ms": f"{ms:.4f}", "state": OK}
+        except RuntimeError as problem:  # it may fail with other strides than the smallest call
+            state = _state(f"{case}, {n}, {settings}", problem)
+            if state is None:
+                continue
+            told = {"state": state}
+        tuning.table.add(tuning.row(case, n, settings) | told)
+        if is_lost(told["state"]):
+            raise SystemExit(1)
+    for n in tuning.options.lengths:
+        _tell(case, n, tuning)
+
+
+def _tell(case: Case, n: int, tuning: Tuning) -> None:
+    """Print the best settings of a case at a length."""
+    times = {s: tuning.known_ms(case, n, s) for s in [case.present(n), *case.candidates()]}
+    known = [(ms, s) for s, ms in times.items() if ms is not None and ms < math.inf]
+    now = times[case.present(n)]
+    for ms, settings in sorted(known, key=lambda pair: pair[0])[:3]:
+        print(case, n, f"{ms:.4f} ms, now {now}", dataclasses.astuple(settings), flush=True)
+
+
+def chunks(cases: Sequence[Case], tuning: Tuning) -> Iterator[list[Trial]]:
+    """What is compiled before it is timed: of whole cases, at least two settings for a worker."""
+    chunk: list[Trial] = []
+    for case in cases:
+        chunk += [(case, settings) for settings in tuning.left(case)]
+        if len(chunk) >= 2 * tuning.options.workers:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
+
+
+def measure_chunk(chunk: Sequence[Trial], pool: Any, tuning: Tuning) -> None:
+    """Compile, beside others, and then time, alone: the pool does nothing meanwhile."""
+    longest = max(tuning.options.lengths)
+    jobs = [(trial, longest, tuning.options.device) for trial in chunk]
+    states = pool.starmap(compile_one, jobs, chunksize=1)
+    lacking: dict[Case, list[LaunchSettings]] = {case: [] for case, _ in chunk}
+    for (case, settings), state in zip(chunk, states, strict=True):
+        if state is None:
+            lacking[case].append(settings)
+        elif state != OK:
+            tuning.fails(case, settings, state)
+    for case, missing in lacking.items():
+        with alone():  # case by case, so that others go on in between
+            measure_case(case, missing, tuning)
 
 
 def arguments() -> argparse.Namespace:
@@ -167,11 +222,20 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 1024])
     parser.add_argument("--trained", action="store_true", help="factors, too")
     parser.add_argument("--scores", type=int, default=2**26, help="of a call, about")
-    parser.add_argument("--stop-s", type=float, default=math.inf, help="begin no case after")
+    parser.add_argument("--stop-s", type=float, default=math.inf, help="begin no settings after")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of the output")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--output", type=Path, default=ROOT / "scripts/results/tune_backward.csv")
     return parser.parse_args()
+
+
+def about(device: str) -> dict[str, str]:
+    """The card and versions."""
+    import triton
+
+    card = "CPU" if device == "cpu" else torch.cuda.get_device_name(device)
+    return {"card": card, "torch": torch.__version__, "triton": triton.__version__}
 
 
 def main() -> None:
@@ -183,23 +247,20 @@ def main() -> None:
             options.head_sizes, options.columns, options.kernels
         )
     ]
-    trials = [(case, settings) for case in cases for settings in case.candidates()]
-    print(f"{len(trials)} settings of {len(cases)} kernels", flush=True)
-    longest = max(options.lengths)
+    table = RowFile(
+        options.output, FIELDS, key=KEY, versions=("torch", "triton"), resume=options.resume
+    )
+    tuning = Tuning(options, table, about(options.device), started + options.stop_s)
+    left = sum(len(tuning.left(case)) for case in cases)
+    print(f"{left} settings of {len(cases)} kernels", flush=True)
+    if not left:
+        return
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
-        jobs = [(trial, longest, options.device) for trial in trials]
-        works = pool.starmap(compile_one, jobs, chunksize=2)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    with alone(), options.output.open("w", newline="") as file:
-        table = csv.writer(file, lineterminator="\n")
-        table.writerow(FIELDS)
-        for case in cases:
-            if time.monotonic() - started > options.stop_s:
-                print(f"stopped before {case}")
+        for chunk in chunks(cases, tuning):
+            if time.monotonic() > tuning.ends:
+                print(f"stopped before {chunk[0][0]}")
                 break
-            found = [s for (c, s), fine in zip(trials, works, strict=True) if c == case and fine]
-            measure_case(case, found, options, table)
-            file.flush()
+            measure_chunk(chunk, pool, tuning)
 
 
 if __name__ == "__main__":

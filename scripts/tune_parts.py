@@ -1,21 +1,21 @@
 """Measure how many programs should share the keys of a row when there are few queries.
 
-python scripts/tune_parts.py [--output FILE.csv] [--stop-s S] [--tiny]
+python scripts/tune_parts.py [--output FILE.csv] [--stop-s S] [--resume] [--tiny]
 
 One query and 1024 to 65,536 keys in bf16, without a bias and with ALiBi: our kernel with 1, 2, 4,
 ... 64 parts and with what `flashbias_convert/attention/parts.py` chooses by itself, beside torch's
 attention without a bias. Each time is that of one call in a CUDA graph that walks the keys of
 several layers, more than a cache holds, as a model that decodes does. `error` is relative to
 float64, of two heads. Writes a table, row by row, and prints the best number of parts beside the
-rule's.
+rule's; --resume keeps the rows of the same dtype, card and versions and measures the others.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from failures import is_lost, lacked_beside_others, no_row
+from row_file import RowFile
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -36,8 +38,10 @@ from flashbias_convert.attention.packing import GroupSpec
 ROOT = Path(__file__).resolve().parent.parent
 FIELDS = (
     "batch", "heads", "d", "keys", "bias", "way", "parts", "median_us", "p20_us", "p80_us",
-    "gb_per_s", "error", "state", "card", "torch", "triton",
+    "gb_per_s", "error", "state", "dtype", "card", "torch", "triton",
 )  # fmt: skip
+#: what makes a row the same row
+KEY = (*FIELDS[: FIELDS.index("median_us")], "dtype", "card")
 #: batch, heads, head size
 SHAPES = ((1, 50, 32), (1, 32, 128), (1, 32, 64), (8, 32, 128))
 KEYS = tuple(2**n for n in range(10, 17))
@@ -136,13 +140,16 @@ def on_clock(case: Case, call: Call) -> list[float]:
     return [1e6 * (time.perf_counter() - start)]
 
 
-def measured(case: Case, bias: ScoreBias | None, call: Call, context: Any) -> dict[str, Any]:
-    """Times and error of one way; one that fails is a row."""
+def measured(case: Case, bias: ScoreBias | None, call: Call, context: Any) -> dict[str, Any] | None:
+    """Times and error of one way; one that fails is a row, but where others had the memory."""
     try:
         with context:
             error = case.error(call(*case.layers[0]), bias)  # compiles, too
             times = (on_card if case.q.is_cuda else on_clock)(case, call)
     except Exception as problem:
+        if lacked_beside_others(problem):
+            print(no_row("a way", problem), flush=True)
+            return None
         text = f"{type(problem).__name__}: {problem}".splitlines()[0][:120]
         return {"state": text}
     low, middle, high = (
@@ -185,17 +192,40 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--biases", nargs="*", default=["none", "alibi"])
     parser.add_argument("--keys", type=int, nargs="*", default=list(KEYS))
     parser.add_argument("--stop-s", type=float, default=80.0, help="begin no row after; 0: none")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of the output")
     parser.add_argument("--tiny", action="store_true", help="sizes for Triton's interpreter")
     parser.add_argument("--output", type=Path, default=ROOT / "scripts/results/tune_parts.csv")
     return parser.parse_args()
 
 
-def machine(device: str) -> dict[str, str]:
+def machine(device: str, dtype: str) -> dict[str, str]:
     """Where the times were taken."""
     import triton
 
     card = torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU"
-    return {"card": card, "torch": torch.__version__, "triton": triton.__version__}
+    versions = {"torch": torch.__version__, "triton": triton.__version__}
+    return {"dtype": dtype, "card": card, **versions}
+
+
+def measure_bias(
+    case: Case, about: dict[str, Any], parts: tuple[int, ...], table: RowFile, ends: float
+) -> None:
+    """The rows of a case and a bias that are not there yet, until it is too late.
+
+    Raises:
+        SystemExit: nothing runs on the card any more, and all that follows would fail, too.
+    """
+    bias = case.bias(about["bias"])
+    for way, count, call, context in ways(case, bias, parts):
+        row = {**about, "way": way, "parts": count}
+        if table.find(row) is not None:
+            continue
+        if time.monotonic() > ends:
+            print(f"stopped before {row}")
+            return
+        found = measured(case, bias, call, context)
+        if found is not None and is_lost(table.add(row | found)["state"]):
+            raise SystemExit(f"{row}: {found['state']}")
 
 
 @torch.inference_mode()
@@ -206,27 +236,19 @@ def main() -> None:
     shapes, keys, parts = SHAPES, options.keys, PARTS
     if options.tiny:
         shapes, keys, parts = ((1, 2, 16),), [70], (1, 2)
-    rows, where = [], machine(options.device)
+    where = machine(options.device, options.dtype)
+    table = RowFile(
+        options.output, FIELDS, key=KEY, versions=("torch", "triton"), resume=options.resume
+    )
     torch.manual_seed(0)
-    with options.output.open("w", newline="") as file:
-        table = csv.DictWriter(file, FIELDS)
-        table.writeheader()
-        for (batch, heads, d), m in ((shape, m) for shape in shapes for m in keys):
-            case = Case.make(batch, heads, d, m, options)
-            about = {"batch": batch, "heads": heads, "d": d, "keys": m}
-            for name in options.biases:
-                bias = case.bias(name)
-                for way, count, call, context in ways(case, bias, parts):
-                    if options.stop_s and time.monotonic() - started > options.stop_s:
-                        print(f"stopped before {about}")
-                        break
-                    row = {**about, "bias": name, "way": way, "parts": count, **where}
-                    row |= measured(case, bias, call, context)
-                    table.writerow(row)
-                    file.flush()
-                    rows.append({key: str(value) for key, value in row.items()})
-            del case
-    for sentence in told(rows):
+    ends = started + options.stop_s if options.stop_s else math.inf
+    for (batch, heads, d), m in ((shape, m) for shape in shapes for m in keys):
+        case = Case.make(batch, heads, d, m, options)
+        about = {"batch": batch, "heads": heads, "d": d, "keys": m, **where}
+        for name in options.biases:
+            measure_bias(case, about | {"bias": name}, parts, table, ends)
+        del case
+    for sentence in told(table.of(where)):
         print(sentence)
     print(f"{time.monotonic() - started:.0f} s")
 

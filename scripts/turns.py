@@ -46,7 +46,22 @@ def _run(job: Callable[..., None], arguments: tuple[Any, ...], ready: Any, turn:
         ready.set()
         turn.wait()
 
-    job(*arguments, wait)
+    carry_out(job, arguments, wait)
+
+
+def carry_out(job: Callable[..., None], arguments: tuple[Any, ...], wait: Wait) -> None:
+    """Call a job. That memory lacked which others may hold is printed, and no death of a process.
+
+    Whatever it had to write is then missing, and is measured by another run.
+    """
+    from failures import lacked_beside_others, no_row  # with torch, which `beside.py` needs not
+
+    try:
+        job(*arguments, wait)
+    except Exception as problem:
+        if not lacked_beside_others(problem):
+            raise
+        print(no_row(job.__name__, problem), flush=True)
 
 
 @contextlib.contextmanager
@@ -81,7 +96,8 @@ def in_turns(
         timed: what jobs do in their turns must be `alone`.
 
     Returns:
-        The calls that did not end well: their process died, or never had its turn.
+        The calls that did not end well: their process died, or never had its turn. One that lacked
+        memory beside others is none of them, see `carry_out`.
     """
     context = multiprocessing.get_context("spawn")
     started = time.monotonic()

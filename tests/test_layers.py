@@ -11,7 +11,7 @@ import flashbias_convert
 
 PACKAGE = Path(flashbias_convert.__file__).parent
 LAYERS = [
-    {"errors", "about", "kept", "seals", "assignment", "cost_tables"},
+    {"errors", "about", "kept", "seals", "assignment", "cost_tables", "tracing"},
     {"options"},
     {"terms"},
     {"builder_module", "trained_terms", "built_terms"},

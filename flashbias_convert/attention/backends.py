@@ -91,7 +91,8 @@ def training_way(
     """How a call that the kernels can run is trained. Reads shapes only.
 
     Torch's attention adds gradients with atomics, too. So where bits count, the kernels run; else,
-    with "auto", what was measured to be fastest on such a card, and atomics if nothing was.
+    with "auto", what was measured to be fastest on such a card. Where nothing was measured of such
+    a call, kernels without atomics run if other calls were, among which atomics hardly ever pay.
     """
     if deterministic or torch.are_deterministic_algorithms_enabled():
         return "triton"
@@ -101,7 +102,7 @@ def training_way(
     for below, way in spans[:-1]:
         if q.shape[-2] * k.shape[-2] < below:
             return way
-    return spans[-1][1] if spans else "atomics"
+    return spans[-1][1] if spans else "triton"
 
 
 def _spans_of(

@@ -17,6 +17,7 @@ from .backward_launch import (
     GroupCall,
     Shares,
     aligned,
+    fitting,
     kernel_arguments,
     numbers_of,
     share,
@@ -42,12 +43,14 @@ def is_served(call: GroupCall, wanted: Collection[str]) -> bool:
     return bool(rows) and bool(keys) and rows <= {"dq", "phi_q"}
 
 
+@fitting("all")
 def all_gradients(call: GroupCall, wanted: Collection[str]) -> dict[str, Tensor]:
     """Write dq, dk and dv as far as they are there; return fp32 gradients of `wanted` but pairs."""
     from .triton_atomic import all_gradients_kernel
     from .triton_keys import KeyGradients
 
     n, m, d, _ = call.sizes()
+    settings = call.settings("all", wanted)  # of the call as it was given
     sums, device = {}, call.tensors["q"].device
     if "dq" in call.tensors:
         shape = (*call.batch, call.heads, n, d)
@@ -57,7 +60,6 @@ def all_gradients(call: GroupCall, wanted: Collection[str]) -> dict[str, Tensor]
         sums["phi_q_sums"] = torch.zeros(shape, dtype=torch.float32, device=device)
     call = dataclasses.replace(call, tensors={**call.tensors, **sums})
     by_key = [name for name in BY_KEY if name in wanted]
-    settings = call.settings("all")
     programs = -(-m // settings.block_n) * call.heads
     shares = share(call, programs, [x for x in by_key if x != "scale"], not by_key)
     buffers = {name: _buffer(call, name, shares) for name in by_key}

@@ -6,8 +6,9 @@ a program over the entries of its split, then here over splits.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +20,7 @@ from torch import Tensor
 from .known_layouts import layout_number
 from .launch_plan import MAX_PLANS
 from .packing import GroupSpec
+from .room import lacks_room
 from .strides import (
     MAX_BATCH_DIMS,
     TAILS,
@@ -44,6 +46,10 @@ ROWS = ("q", "k", "v", "do", "raw_q", "raw_k", "dq", "dk", "dv")
 
 #: settings that the shape does not decide, see `forced`
 _FORCED: dict[str, LaunchSettings] = {}
+#: settings of launches that the card has no room for with those of their shape
+_SMALLER: dict[Hashable, LaunchSettings] = {}
+
+Gradients = Callable[["GroupCall", Collection[str]], dict[str, Tensor]]
 
 
 @contextmanager
@@ -118,16 +124,49 @@ class GroupCall:
         """Whether q, k and v came in half precision."""
         return self.tensors["v"].dtype != torch.float32
 
-    def settings(self, kernel: str) -> LaunchSettings:
-        """How to launch "queries", "keys", "pairs" or "all"."""
+    def settings(self, kernel: str, wanted: Collection[str]) -> LaunchSettings:
+        """How to launch "queries", "keys", "pairs" or "all" for the gradients that are wanted."""
         if kernel in _FORCED:
             return _FORCED[kernel]
+        if _SMALLER and (found := _SMALLER.get(self._launch(kernel, wanted))):
+            return found
         _, m, d, dv = self.sizes()
-        terms = ADDED & set(self.tensors)
         return backward_settings(
             kernel, m=m, d=padded(d), dv=padded(dv), columns=self.spec.columns, half=self.half(),
-            crowded=len(terms) > 1 or not terms.isdisjoint({"table", "lookup"}),
+            added=ADDED.intersection(self.tensors),
         )  # fmt: skip
+
+    def _launch(self, kernel: str, wanted: Collection[str]) -> Hashable:
+        return kernel, frozenset(wanted), self.spec, self.causal, self.cosine, self.layout
+
+
+def fitting(kernel: str) -> Callable[[Gradients], Gradients]:
+    """Let a function that launches a kernel try smaller settings where the card has no room.
+
+    Args:
+        kernel: "queries", "keys", "pairs" or "all". The function must ask the call for settings of
+            this kernel and of the gradients that it is given.
+    """
+
+    def decorate(gradients: Gradients) -> Gradients:
+        @functools.wraps(gradients)
+        def launch(call: GroupCall, wanted: Collection[str]) -> dict[str, Tensor]:
+            while True:
+                try:
+                    return gradients(call, wanted)
+                except Exception as problem:
+                    if kernel in _FORCED or not lacks_room(problem):
+                        raise
+                    smaller = call.settings(kernel, wanted).smaller()
+                    if smaller is None:
+                        raise
+                if len(_SMALLER) >= MAX_PLANS:
+                    _SMALLER.clear()
+                _SMALLER[call._launch(kernel, wanted)] = smaller
+
+        return launch
+
+    return decorate
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,14 @@ from .backward_kernel import run_kernel
 from .backward_launch import (
     GroupCall,
     Shares,
+    fitting,
     kernel_arguments,
     kernel_constants,
     numbers_of,
     share,
     sum_to,
 )
+from .tuning import LaunchSettings
 
 #: Tensors of pairs, and the gate of each.
 PAIRS = {"dense": "dense_rows", "table": "table_rows", "lookup": "lookup_rows"}
@@ -27,19 +29,19 @@ STRIP = 2**25
 LONG_SUM = 4096
 
 
+@fitting("pairs")
 def pair_gradients(call: GroupCall, wanted: Collection[str]) -> dict[str, Tensor]:
     """Gradients, fp32, of those of dense, table and lookup that are wanted."""
     found = {}
     for name in PAIRS:
         if name in wanted:
-            found[name] = _gradient(call, name)
+            found[name] = _gradient(call, name, call.settings("pairs", wanted))
     return found
 
 
-def _gradient(call: GroupCall, name: str) -> Tensor:
+def _gradient(call: GroupCall, name: str, settings: LaunchSettings) -> Tensor:
     n, m, _, _ = call.sizes()
     target = call.tensors[name]
-    settings = call.settings("pairs")
     tiles = -(-n // settings.block_m) * -(-m // settings.block_n) * call.heads
     own = [name, "lookup_code"] if name == "lookup" else [name]
     shares = share(call, tiles, own, False)
@@ -48,7 +50,7 @@ def _gradient(call: GroupCall, name: str) -> Tensor:
     total = torch.zeros(target.shape, dtype=torch.float32, device=target.device)
     for first in range(0, n, height):
         rows = min(height, n - first)
-        strip = _strip(call, name, shares, first, rows)
+        strip = _strip(call, name, settings, shares, first, rows)
         if name == "dense":
             shape = (*target.shape[:-2], rows, m)
             total[..., first : first + rows, :] = shares.total(strip, shape)
@@ -61,12 +63,13 @@ def _gradient(call: GroupCall, name: str) -> Tensor:
     return total
 
 
-def _strip(call: GroupCall, name: str, shares: Shares, first: int, rows: int) -> Tensor:
+def _strip(
+    call: GroupCall, name: str, settings: LaunchSettings, shares: Shares, first: int, rows: int
+) -> Tensor:
     """Gradients of the scores of some rows, (slots, G, rows, M)."""
     from .triton_pairs import pair_gradients_kernel
 
     _, m, _, _ = call.sizes()
-    settings = call.settings("pairs")
     out = shares.buffer(call.heads, rows, m, like=call.tensors["q"])
     programs = -(-rows // settings.block_m) * -(-m // settings.block_n) * call.heads
     c, t, _, *rest = kernel_arguments(call, shares, None)

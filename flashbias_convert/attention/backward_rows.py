@@ -9,6 +9,7 @@ from torch import Tensor
 from .backward_kernel import run_kernel
 from .backward_launch import (
     GroupCall,
+    fitting,
     kernel_arguments,
     kernel_constants,
     numbers_of,
@@ -25,15 +26,16 @@ OF_QUERIES = (
 OF_KEYS = ("phi_k", "key_bias")
 
 
-def query_gradients(call: GroupCall, wanted: Collection[str]) -> dict[str, Tensor]:
-    """Write dq, if it is there; return fp32 gradients of those tensors of queries in `wanted`."""
+@fitting("queries")
+def query_gradients(call: GroupCall, asked: Collection[str]) -> dict[str, Tensor]:
+    """Write dq, if it is there; return fp32 gradients of those tensors of queries `asked` for."""
     from .triton_backward import QueryGradients, query_gradients_kernel
 
-    wanted = [name for name in (*OF_QUERIES, "scale") if name in wanted]
+    wanted = [name for name in (*OF_QUERIES, "scale") if name in asked]
     if not wanted and "dq" not in call.tensors:
         return {}
     n, *_ = call.sizes()
-    settings = call.settings("queries")
+    settings = call.settings("queries", asked)
     programs = -(-n // settings.block_m) * call.heads
     shares = share(call, programs, [x for x in wanted if x != "scale"], not wanted)
     columns = {name: _columns(call, name) for name in wanted}
@@ -52,15 +54,16 @@ def query_gradients(call: GroupCall, wanted: Collection[str]) -> dict[str, Tenso
     return {name: shares.total(buffers[name], _shape(call, name)) for name in wanted}
 
 
-def key_gradients(call: GroupCall, wanted: Collection[str]) -> dict[str, Tensor]:
-    """Write dk and dv, if they are there; return fp32 gradients of tensors of keys in `wanted`."""
+@fitting("keys")
+def key_gradients(call: GroupCall, asked: Collection[str]) -> dict[str, Tensor]:
+    """Write dk and dv, if they are there; return fp32 gradients of tensors of keys `asked` for."""
     from .triton_keys import KeyGradients, key_gradients_kernel
 
-    wanted = [name for name in OF_KEYS if name in wanted]
+    wanted = [name for name in OF_KEYS if name in asked]
     if not wanted and not {"dk", "dv"} & set(call.tensors):
         return {}
     _, m, _, _ = call.sizes()
-    settings = call.settings("keys")
+    settings = call.settings("keys", asked)
     programs = -(-m // settings.block_n) * call.heads
     shares = share(call, programs, wanted, not wanted)
     buffers = {

@@ -16,6 +16,9 @@ from .local_settings import settings_for
 from .packing import SMALLEST_SCALE, GroupSpec
 from .parted_plan import PartedPlan
 from .parts import MOST_PARTS, MOST_QUERIES, multiprocessors_of, number_of_parts
+from .room import lacks_room
+from .shared_dense import is_shared
+from .shared_dense import programs as shared_programs
 from .strides import (
     MAX_BATCH_DIMS,
     TAILS,
@@ -33,8 +36,8 @@ from .tuning import LaunchSettings, LaunchShape
 #: Tensors of which the kernel reads tiles, in steps over the keys but for q.
 TILED = ("q", "k", "v", "phi_k", "dense", "lookup_code")
 
-#: None: more batch dimensions than the kernel walks
-_PLANS: dict[Hashable, LaunchPlan | PartedPlan | None] = {}
+#: plans and their settings; None: more batch dimensions than the kernel walks
+_PLANS: dict[Hashable, tuple[LaunchPlan | PartedPlan, LaunchSettings] | None] = {}
 _UNKNOWN: Any = object()
 
 #: what `observed` set: called with the group, its tensors and the options of every launch
@@ -123,17 +126,17 @@ def launch(
     if plan is _UNKNOWN:
         if len(plans) >= MAX_PLANS:
             plans.clear()
-        plan = plans[key] = make_plan(
-            spec,
-            tensors,
-            causal=causal,
-            cosine=cosine,
-            bounded=bounded,
-            plain_scale=plain_scale,
-        )
-    if plan is not None:
-        plan.run(device, given, (scale, query_start))
-        return
+        settings = _forced or settings_for(device, shape_of(spec, tensors))
+        plan = plans[key] = _plan(spec, tensors, settings, causal, cosine, bounded, plain_scale)
+    while plan is not None:
+        try:
+            plan[0].run(device, given, (scale, query_start))
+            return
+        except Exception as problem:
+            smaller = None if _forced or not lacks_room(problem) else plan[1].smaller()
+            if smaller is None:
+                raise
+        plan = plans[key] = _plan(spec, tensors, smaller, causal, cosine, bounded, plain_scale)
     dims = tensors["q"].dim() - 3
     for i in range(tensors["q"].shape[0]):
         launch(
@@ -147,15 +150,15 @@ def launch(
         )
 
 
-def make_plan(
+def _plan(
     spec: GroupSpec,
     tensors: Mapping[str, Tensor],
-    *,
+    settings: LaunchSettings,
     causal: bool,
     cosine: bool,
     bounded: bool,
     plain_scale: bool,
-) -> LaunchPlan | PartedPlan | None:
+) -> tuple[LaunchPlan | PartedPlan, LaunchSettings] | None:
     """Work out arguments and grid; see `launch` for the arguments.
 
     Returns:
@@ -172,7 +175,6 @@ def make_plan(
     n, m, d, dv = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     heads = q.shape[-3] if spec.heads is None else len(spec.heads)
     half = q.dtype != torch.float32
-    settings = _forced or settings_for(q.device, shape_of(spec, tensors))
     entries = heads * sizes[0] * sizes[1] * sizes[2]
     programs = -(-n // settings.block_m) * entries
     parts = parts_for(spec, tensors, programs)
@@ -211,24 +213,27 @@ def make_plan(
         "QUICK": half and not bounded,
         "BM": settings.block_m,
         "BN": settings.block_n,
+        "TILES": settings.tiles,
     }
     tiles: TileDescriptor | None = None
     if "dense" in tensors and n > MOST_QUERIES:
         tiles = dense_tiles(tensors["dense"], settings.block_m, settings.block_n)
-    kernel = _kernel()
+    kernel, grid = _kernel(), programs * parts
+    if settings.entries == 2 and is_shared(spec, tensors, values):
+        kernel, grid = _shared_kernel(), shared_programs(values, sizes[0])
     plan = LaunchPlan(
         kernel,
         {name: values[name] for name in kernel.arg_names},
         [f"{name}_ptr" for name in tensors] + ["parts_ptr"] * (parts > 1),
         ("scale", "query_start"),
-        grid=programs * parts,
+        grid=grid,
         options=settings.options(),
         whole_rows=("ALIGNED_ROWS", ("k_ptr", "v_ptr")),
         tiles=None if tiles is None else ("dense_desc", "dense_ptr", tiles),
     )
     if parts == 1:
-        return plan
-    return PartedPlan(plan, values, tuple(tensors), parts=parts, rows=entries * n)
+        return plan, settings
+    return PartedPlan(plan, values, tuple(tensors), parts=parts, rows=entries * n), settings
 
 
 def parts_for(spec: GroupSpec, tensors: Mapping[str, Tensor], programs: int) -> int:
@@ -267,3 +272,10 @@ def _kernel() -> Any:
     from .triton_forward import attention_kernel
 
     return attention_kernel
+
+
+@cache
+def _shared_kernel() -> Any:
+    from .triton_shared import shared_dense_kernel
+
+    return shared_dense_kernel

@@ -79,7 +79,8 @@ def parse_settings(text: str) -> dict[LaunchShape, LaunchSettings]:
     for entry in content["settings"]:
         shape = {**entry["shape"], "terms": tuple(entry["shape"]["terms"])}
         own = LaunchSettings(**entry["settings"])
-        if not all(_power_of_two(size) for size in (own.block_m, own.block_n, own.num_warps)):
+        sizes = (own.block_m, own.block_n, own.num_warps)
+        if not all(_power_of_two(size) for size in sizes) or not {own.tiles, own.entries} <= {1, 2}:
             raise ValueError(f"{own} are no settings of a kernel")
         found[LaunchShape(**shape)] = own
     return found

@@ -159,6 +159,8 @@ def query_gradients_kernel(
                 k = rows_from(k_tile, s, c.k, in_keys, D, BLOCK_D, ALIGNED)
                 v = rows_from(v_tile, s, c.v, in_keys, DV, BLOCK_DV, ALIGNED)
                 qk = tl.dot(q, tl.trans(k), input_precision="ieee")
+                # asked for before weights are made, so that the tensor cores work meanwhile
+                dp = tl.dot(do, tl.trans(v), input_precision="ieee")
                 phi_k = 0.0
                 if COLUMNS > 0:
                     phi_k = rows_from(phi_tile, s, t.phi_k, in_keys, COLUMNS, COLUMNS)
@@ -172,7 +174,6 @@ def query_gradients_kernel(
                     p, c, b, rows[:, None], keys[None, :], j, start, M,
                     WHOLE or (SPLIT and PASS == 0), CAUSAL and PASS == 1,
                 )  # fmt: skip
-                dp = tl.dot(do, tl.trans(v), input_precision="ieee")
                 ds = p * (dp - delta[:, None])
 
                 short = ds.to(GRAD)

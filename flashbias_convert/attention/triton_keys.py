@@ -126,6 +126,8 @@ def walk_keys(
                 do = rows_from(do_tile, s, c.do, inside, DV, BLOCK_DV, ALIGNED)
                 level, share, delta = row_sums(c, b, h, safe_rows, inside, NATURAL)
                 qk = tl.dot(signed, tl.trans(q), input_precision="ieee")
+                # asked for before weights are made, so that the tensor cores work meanwhile
+                dp = tl.dot(v, tl.trans(do), input_precision="ieee")
                 phi_q = 0.0
                 if COLUMNS > 0:
                     phi_q = rows_from(phi_tile, s, t.phi_q, inside, COLUMNS, COLUMNS)
@@ -137,7 +139,6 @@ def walk_keys(
                 p = weights(x, 1.0 if ADDED else unit, level[None, :], share[None, :], NATURAL)
                 p = hide(p, c, b, rows[None, :], keys[:, None], j, start, M, WHOLE, PASS == 1)
                 d_v = tl.dot(p.to(GRAD), do, d_v, input_precision="ieee")
-                dp = tl.dot(v, tl.trans(do), input_precision="ieee")
                 ds = p * (dp - delta[None, :])
                 short = ds.to(GRAD)
                 d_k = tl.dot(short, q.to(GRAD), d_k, input_precision="ieee")

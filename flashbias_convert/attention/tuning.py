@@ -16,6 +16,10 @@ class LaunchSettings:
         num_warps: warps per program.
         num_stages: depth of the software pipeline.
         max_registers: registers per thread, so that several programs share a multiprocessor.
+        tiles: of `block_n` keys that the inference and forward kernels take in a step, 1 or 2. Of
+            two the second product is under way while weights of the first are made.
+        entries: of the batch that share each tile of a dense bias in inference, 1 or 2, where it
+            is all that is added to their scores and the same for both.
     """
 
     block_m: int
@@ -23,11 +27,33 @@ class LaunchSettings:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
+    tiles: int = 1
+    entries: int = 1
 
     def options(self) -> dict[str, int]:
         """What Triton is told of them."""
         found = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return found if self.max_registers is None else found | {"maxnreg": self.max_registers}
+
+    def smaller(self) -> LaunchSettings | None:
+        """What to try where a card has too little memory on the chip for these; None: nothing.
+
+        Tiles that are read ahead of their turn go first, then long steps, then tall blocks.
+        """
+        m, n, depth = self.block_m, self.block_n, self.num_stages
+        if self.tiles > 1 or self.entries > 1:
+            return replace(self, tiles=1, entries=1)
+        if depth > 2 or (depth > 1 and n <= 32 and m <= 64):
+            return replace(self, num_stages=depth - 1)
+        if n > 32 or (n > 16 and m <= 64):
+            n //= 2
+        elif m > 16:
+            m //= 2
+        else:
+            return None
+        # a warp has a row of 16 at the least, and no fewer than four warps keep a card busy
+        warps = min(self.num_warps, max(4, m * n // 1024))
+        return replace(self, block_m=m, block_n=n, num_warps=warps)
 
 
 #: Longer sequences than this are told apart by powers of two only.
@@ -117,7 +143,14 @@ def _narrow_heads(shape: LaunchShape, width: int) -> LaunchSettings:
 
 @lru_cache(maxsize=4096)
 def backward_settings(
-    kernel: str, *, m: int, d: int, dv: int, columns: int, half: bool, crowded: bool = False
+    kernel: str,
+    *,
+    m: int,
+    d: int,
+    dv: int,
+    columns: int,
+    half: bool,
+    added: frozenset[str] = frozenset(),
 ) -> LaunchSettings:
     """Settings for one launch of a backward kernel, chosen so that common sizes fit registers.
 
@@ -129,7 +162,7 @@ def backward_settings(
         d, dv: head sizes, padded to powers of two.
         columns: padded number of factor columns.
         half: fp16 or bf16 inputs.
-        crowded: whether scores get several terms, or one that is looked up: that takes registers.
+        added: names of the tensors that scores get element by element: they take registers.
     """
     width = max(d, dv)
     if not half:
@@ -139,14 +172,24 @@ def backward_settings(
         return _all_gradients(m, width, columns)
     if width > 128 or columns > 64:
         return LaunchSettings(32, 32, 4, 1)
+    # Where three tiles are under way, a tile is read while the one before it is worked on; with two
+    # the compiler lets a step wait for what the step before it has asked for last.
     if width <= 64 and columns <= 32:
+        # Twice the rows, or keys, of a program halve what all of them read, which is what heads of
+        # 64 wait for: by the compiler's numbers, not measured.
+        if width > 32 and columns <= 16 and m >= 512 and not added and not _few_rows(m):
+            if kernel == "queries" and not columns:
+                return LaunchSettings(128, 64, 8, 3, 128)
+            if kernel == "keys":
+                return LaunchSettings(64, 128, 8, 3)
         # three programs share a multiprocessor where that many registers do, and nothing spills
-        enough = {"queries": width <= 32 or columns <= 16, "keys": width <= 32 and columns == 16}
-        return LaunchSettings(64, 64, 4, 2, 168 if enough.get(kernel) and not crowded else None)
+        crowded = len(added) > 1 or not added.isdisjoint({"table", "lookup"})
+        enough = {"queries": width <= 32 or columns <= 16, "keys": width <= 32 and columns <= 16}
+        return LaunchSettings(64, 64, 4, 3, 168 if enough.get(kernel) and not crowded else None)
     # 64 rows of what is accumulated are the fewest of a wide tensor-core instruction
     if kernel == "keys":
-        return LaunchSettings(32, 64, 4, 1 if columns > 32 else 2)
-    return LaunchSettings(64, 32, 4, 2)
+        return LaunchSettings(32, 64, 4, 1 if columns > 32 else 3)
+    return LaunchSettings(64, 32, 4, 3)
 
 
 def _all_gradients(m: int, width: int, columns: int) -> LaunchSettings:
@@ -159,8 +202,8 @@ def _all_gradients(m: int, width: int, columns: int) -> LaunchSettings:
     if width > 64 and columns > 16:
         return LaunchSettings(16, 64, 8, 1) if columns <= 32 else LaunchSettings(32, 32, 8, 1)
     if width > 64:
-        return LaunchSettings(64, 64, 8, 2)
+        return LaunchSettings(64, 64, 8, 3)
     if columns > (32 if width <= 32 else 16):
-        return LaunchSettings(32, 64, 4, 2)
+        return LaunchSettings(32, 64, 4, 3)
     # twice the keys per program halve what is added to memory, unless the last block is half empty
-    return LaunchSettings(64, 64, 4, 2) if _few_rows(m) else LaunchSettings(64, 128, 8, 2)
+    return LaunchSettings(64, 64, 4, 3) if _few_rows(m) else LaunchSettings(64, 128, 8, 3)

@@ -26,7 +26,7 @@ Tensors = Mapping[str, Tensor]
 
 #: the window of Pangu-Weather: levels, latitude, longitude
 PANGU = (2, 6, 12)
-_WINDOW = "say which, such as --window 16"
+_WINDOW = "name the architecture with --arch, or say which window: inspect FILE --window 16"
 #: length of a sequence where nobody says one, as for T5 in transformers
 TOKENS = 512
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,12 @@ def align(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     absent.
 
     Raises:
-        CheckpointError: keys, shapes or kinds of dtype that do not fit.
+        CheckpointError: keys, shapes or kinds of dtype that do not fit; two models that do, with
+            other weights, neither of which are averages of the other.
     """
-    found, view = _find(tensors, model)
+    found, view, others = _find(tensors, model)
+    if view.prefix and not view.averaged:
+        _require_one_model(found, view, others)
     if view.rest:
         logger.warning(
             "took the tensors under %r; %d others are not part of the model: %s",
@@ -52,20 +55,56 @@ def fits(tensors: Mapping[str, Tensor], model: nn.Module) -> bool:
     return True
 
 
-def _find(tensors: Mapping[str, Tensor], model: nn.Module) -> tuple[dict[str, Tensor], View]:
+_Found = dict[str, Tensor]
+
+
+def _find(
+    tensors: Mapping[str, Tensor], model: nn.Module
+) -> tuple[_Found, View, Iterator[tuple[_Found, View]]]:
+    """The first view that is this model, under the model's names; and the others that are, too."""
     target = model.state_dict(keep_vars=True)  # so that tied ones are one, on meta, too
     distinct = len({_identity(tensor) for tensor in target.values()})
-    tried: list[dict[str, Tensor]] = []
-    for view in views(tensors, at_least=distinct):
+    tried: list[_Found] = []
+    fitting = _fitting(views(tensors, at_least=distinct), model, target, tried)
+    first = next(fitting, None)
+    if first is None:
+        raise _misfit(max(tried, key=lambda c: len(c.keys() & target.keys())), target)
+    check_kinds(first[0], target)
+    return *first, fitting
+
+
+def _fitting(
+    parts: Iterable[View], model: nn.Module, target: Mapping[str, Tensor], tried: list[_Found]
+) -> Iterator[tuple[_Found, View]]:
+    """Of each view what has the names of `target`; the others are added to `tried`."""
+    for view in parts:
         owned = with_owner(view.tensors, target)
         candidates = [view.tensors, *_remapped(view.tensors, model)]
         for candidate in candidates + ([owned.tensors] if owned else []):
             found = fill_tied(candidate, target)
             if found.keys() == target.keys():
-                check_kinds(found, target)
-                return {key: found[key] for key in target}, view
+                yield {key: found[key] for key in target}, view
+                break
             tried.append(found)
-    raise _misfit(max(tried, key=lambda c: len(c.keys() & target.keys())), target)
+
+
+def _require_one_model(found: _Found, view: View, others: Iterable[tuple[_Found, View]]) -> None:
+    """A student and its teacher: which of them is meant only the user knows."""
+    for other, its_view in others:
+        shapes_fit = all(found[key].shape == tensor.shape for key, tensor in other.items())
+        if its_view.lies_in(view) or not shapes_fit:
+            continue
+        if not all(_is_same(found[key], tensor) for key, tensor in other.items()):
+            raise CheckpointError(
+                f"the file holds two such models, under {view.prefix!r} and {its_view.prefix!r}",
+                "save the state dict of the one that is meant",
+            )
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    if _identity(one) == _identity(other):  # a wrapper that has two names for its model
+        return True
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _remapped(tensors: Mapping[str, Tensor], model: nn.Module) -> list[dict[str, Tensor]]:

@@ -114,7 +114,7 @@ def _without_model(
     unknown: UnknownArchitectureError,
 ) -> OpenedModel:
     if unknown.candidates:  # the user can say which
-        hint = f"{unknown.hint}; or --window SIZE, to look at the tensors alone"
+        hint = f"{unknown.hint}; or inspect --window SIZE, to look at the tensors alone"
         raise UnknownArchitectureError(unknown.args[0], hint, unknown.candidates) from unknown
     try:
         return open_bare(checkpoint, device=device, dtype=dtype)

@@ -19,6 +19,9 @@ from .pangu_onnx import read_pangu_onnx
 from .pickles import damaged, read_pickle
 from .unwrap import strip_lightning, strip_prefixes, unwrap
 
+#: how the text starts that a clone without Git LFS has instead of a large file
+_LFS = b"version https://git-lfs.github.com/spec/"
+
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
@@ -183,11 +186,16 @@ def _format(path: Path) -> str:
     """ "safetensors", "torch", "mdlus" or "onnx"; from the content, as suffixes may be wrong."""
     try:
         with path.open("rb") as file:
-            head = file.read(9)
+            head = file.read(len(_LFS))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     if not head:
         raise CheckpointError(f"{path} is empty")
+    if head == _LFS:
+        raise CheckpointError(
+            f"{path} holds no weights, only what Git LFS left in their place",
+            "fetch the file itself: git lfs pull",
+        )
     if head.startswith(b"PK"):
         return "mdlus" if is_mdlus(path) else "torch"
     if path.suffix == ".onnx":  # its first bytes do not tell it

@@ -27,6 +27,19 @@ class View:
     tensors: dict[str, Tensor]
     rest: tuple[str, ...] = ()
 
+    @property
+    def averaged(self) -> bool:
+        """Whether its name says that these are averages of weights."""
+        return _is_averaged(self.prefix)
+
+    def lies_in(self, other: View) -> bool:
+        """Whether these are tensors of another view."""
+        return self.prefix.startswith(other.prefix)
+
+
+def _is_averaged(name: str) -> bool:
+    return any(part in name for part in _AVERAGED)
+
 
 def views(tensors: Mapping[str, Tensor], at_least: int) -> Iterator[View]:
     """The whole file, then what lies under one name (averaged weights first).
@@ -53,7 +66,7 @@ def _inside(
 ) -> Iterator[View]:
     owners = Counter(key.partition(".")[0] for key in tensors if "." in key)
     large = [owner for owner, count in owners.items() if count >= at_least]
-    for owner in sorted(large, key=lambda name: not any(part in name for part in _AVERAGED)):
+    for owner in sorted(large, key=lambda name: not _is_averaged(name)):
         start = owner + "."
         own = {k.removeprefix(start): t for k, t in tensors.items() if k.startswith(start)}
         rest = tuple(prefix + key for key in tensors if not key.startswith(start))

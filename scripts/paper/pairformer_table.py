@@ -20,6 +20,7 @@ from flashbias_convert.benchmark.timing import allocated, measure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from failures import is_lost, lacked_beside_others, no_row
 from whole_models.measuring import OverTheLimit, time_limit
 
 COLUMNS = (
@@ -35,6 +36,8 @@ STEPS = 200
 BUDGET_S = 4.0
 #: what was running when a process died stands in a file of this name
 MARK = ".running"
+#: the status there of what ran when another process had died, or been stopped, in the same row
+SECOND = "second try"
 #: a row without errors, because float64 does not fit
 NO_ERROR = "ok, but no memory for its errors"
 #: so many times the error of the plain formula is no rounding any more
@@ -112,11 +115,15 @@ class Table:
         _write(path, self.rows)
         self._known = {_key(row) for row in self.rows}
         self._mark = path.with_suffix(MARK)
+        self._tried: tuple[str, ...] | None = None
         if self._mark.is_file():
             (row,) = csv.DictReader(self._mark.read_text().splitlines())
+            if resume and row["status"] != SECOND:
+                self._tried = _key(row)  # whoever ends a run ends some row, which may be sound
+                return
             self._mark.unlink()
             if resume and _key(row) not in self._known:
-                self._add(row | {"status": "failed: the process ended while it ran"})
+                self._add(row | {"status": "failed: twice the process ended while it ran"})
 
     def wants(self, way: str) -> bool:
         """Whether a way is among those that are measured."""
@@ -124,6 +131,8 @@ class Table:
 
     def time(self, prepare: Callable[[], Trial], **facts: Any) -> None:
         """Add a row; what fails, or takes too long, says so.
+
+        What lacks memory that other commands may hold is printed, and no row.
 
         Args:
             prepare: makes the trial; not called for a row that is there.
@@ -138,8 +147,8 @@ class Table:
             return
         if time.monotonic() > self._ends:
             raise Stopped(f"stopped before {row['component']}, {row['way']} at N = {row['n']}")
-        _write(self._mark, [row])
-        lost = False
+        _write(self._mark, [row | {"status": SECOND if _key(row) == self._tried else ""}])
+        lost = lacked = False
         try:
             with time_limit(self._limit_s):
                 row |= self._measured(prepare())
@@ -147,8 +156,12 @@ class Table:
             row["status"] = f"over the limit of {self._limit_s:g} s"
         except Exception as problem:  # one peer that cannot must not stop the others
             row["status"] = f"failed: {type(problem).__name__}: {str(problem).splitlines()[:1]}"
-            lost = is_lost(problem)
-        self._add(row)
+            lost, lacked = is_lost(problem), lacked_beside_others(problem)
+            if lacked:
+                what = f"{row['component']}, {row['way']}, N = {row['n']}"
+                print(no_row(what, problem), flush=True)
+        if not lacked:
+            self._add(row)
         self._mark.unlink()
         if lost:
             raise Broken(row["status"])
@@ -177,7 +190,9 @@ class Table:
         try:
             errors = {} if trial.errors is None else trial.errors()
             status = "wrong" if trial.exact and is_wrong(errors) else "ok"
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as problem:
+            if lacked_beside_others(problem):
+                raise
             status = NO_ERROR
         return {
             "status": status,
@@ -202,7 +217,7 @@ class Table:
             with torch.cuda.graph(graph):
                 trial.call()
         except Exception as problem:
-            if is_lost(problem):
+            if is_lost(problem) or lacked_beside_others(problem):
                 raise
             print(f"  no CUDA graph: {str(problem).splitlines()[:1]}", flush=True)
             return ""
@@ -253,13 +268,6 @@ def is_wrong(errors: dict[str, float]) -> bool:
         if name in errors and not errors[name] <= WRONG * errors[f"library_{name}"]:
             return True
     return False
-
-
-def is_lost(problem: Exception) -> bool:
-    """Whether nothing can run on the card any more in this process."""
-    words = ("illegal memory access", "unspecified launch failure", "misaligned address",
-             "device-side assert", "illegal instruction")  # fmt: skip
-    return any(word in str(problem) for word in words)
 
 
 def _write(path: Path, rows: Sequence[dict[str, str]]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import time
 from collections.abc import Callable
@@ -11,7 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import row_file
 import torch
+from failures import lacked_beside_others, no_row
 from pde_peers import LARGEST_WEIGHT, NO_BIAS, OURS, PEERS, errors, foreign, plain
 from pde_table import draw
 from pde_task import Source, Task, surface_points
@@ -85,7 +86,7 @@ def make_attend(peer: str, args: argparse.Namespace) -> Attend:
 
 
 def bench_rows(args: argparse.Namespace, peer: str, points: int, wait: Wait) -> None:
-    """Measure one peer at one number of points, training and inference, and write both rows."""
+    """Measure one peer at one number of points, training and inference; write rows that lack."""
     device = torch.device(args.device)
     pool = surface_points(args.mesh, points, args.seed).to(device)
     batch = Source(pool, points, Task(), args.seed).next(1)
@@ -95,16 +96,21 @@ def bench_rows(args: argparse.Namespace, peer: str, points: int, wait: Wait) -> 
         model = model_of(args, attend, peer != NO_BIAS)
         calls = phases(model, batch, args)
     except Exception as problem:  # one that fails is a row
+        if lacked_beside_others(problem):
+            raise
         wait()
-        for phase in PHASES:
+        for phase in left_of(args, peer, points):
             write(args, peer, points, phase, {"status": _status(problem)})
         return
     wait()
-    for phase, call in calls.items():
+    for phase in left_of(args, peer, points):
         row = {**known[0], "correct": known[1].get(phase, "no bias")}
         try:
-            row |= _timed(call, device, args)
+            row |= _timed(calls[phase], device, args)
         except Exception as problem:
+            if lacked_beside_others(problem):
+                print(no_row(f"{peer}, {points} points, {phase}", problem), flush=True)
+                continue
             row["status"] = _status(problem)
         write(args, peer, points, phase, row)
         model.zero_grad(set_to_none=True)
@@ -141,8 +147,7 @@ def write(
         "surface": Path(args.mesh).name, "dtype": args.dtype, "torch": torch.__version__,
         "device": device_name(device),
     }  # fmt: skip
-    with table_of(args).open("a", newline="") as file:
-        csv.DictWriter(file, TIMED).writerow(row)
+    row_file.append(table_of(args), TIMED, row)
     shown = [row.get(x, "-") for x in ("median_ms", "peak_mib", "error_out", "correct", "status")]
     print(f"{phase:9s} {points:6d} {peer:26s}", *shown, flush=True)
 
@@ -155,20 +160,22 @@ def table_of(args: argparse.Namespace) -> Path:
 
 def known_phases(args: argparse.Namespace) -> set[tuple[str, str, str]]:
     """Peers, numbers of points and phases that have a row."""
-    with table_of(args).open(newline="") as file:
-        return {(r["peer"], r["points"], r["phase"]) for r in csv.DictReader(file)}
+    return {(r["peer"], r["points"], r["phase"]) for r in row_file.read(table_of(args))}
+
+
+def left_of(args: argparse.Namespace, peer: str, points: int) -> list[str]:
+    """The phases that have no row."""
+    known = known_phases(args)
+    return [phase for phase in PHASES if (peer, str(points), phase) not in known]
 
 
 def timed(args: argparse.Namespace) -> None:
     """Write a row per phase, peer and number of points, and the paper's table of them."""
     started = time.monotonic()
-    if not (args.resume and table_of(args).exists()):
-        with table_of(args).open("w", newline="") as file:
-            csv.DictWriter(file, TIMED).writeheader()
-    known = known_phases(args)
+    row_file.begin(table_of(args), TIMED, resume=args.resume)
     peers = [*args.peers, *([] if args.kernel is None else [args.kernel.stem])]
     calls = [(args, peer, points) for points in args.points for peer in peers
-             if (peer, str(points), PHASES[-1]) not in known]  # fmt: skip
+             if left_of(args, peer, points)]  # fmt: skip
     while calls:
         now, calls = calls[:TOGETHER], calls[TOGETHER:]
         left = args.stop_s - (time.monotonic() - started)
@@ -178,8 +185,6 @@ def timed(args: argparse.Namespace) -> None:
             if args.stop_s < time.monotonic() - started:
                 print(f"{peer}, {points} points: not measured")
                 continue
-            told = known_phases(args)
-            for phase in PHASES:
-                if (peer, str(points), phase) not in told:
-                    write(args, peer, points, phase, {"status": CRASHED})
+            for phase in left_of(args, peer, points):
+                write(args, peer, points, phase, {"status": CRASHED})
     draw(table_of(args))

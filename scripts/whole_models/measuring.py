@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from failures import lacked_beside_others
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -63,12 +64,16 @@ def at_once() -> None:
 def measure_row(
     case: Case, variant: str, options: Options, truth: Truth, wait: Callable[[], None] = at_once
 ) -> dict[str, Any]:
-    """One row, whatever happens; the columns are those of `writing.COLUMNS`.
+    """One row, whatever happens but one thing; the columns are those of `writing.COLUMNS`.
 
     Args:
         case, variant, options, truth: what is measured.
         wait: called after the first call, before any that is timed; its time does not count against
             the limit.
+
+    Raises:
+        Exception: memory lacked that others may hold (`failures.lacked_beside_others`), which is no
+            result.
     """
     way, mode = split_variant(variant)
     row: dict[str, Any] = {
@@ -82,11 +87,15 @@ def measure_row(
     except OverTheLimit:
         row |= {"status": "failed", "reason": f"over the limit of {options.limit_s:g} s"}
     except Exception as error:  # how a variant fails is its result
+        if lacked_beside_others(error):
+            raise
         row |= {"status": "failed", "reason": failure(error)}
         del error
-    with contextlib.suppress(RuntimeError):  # after an illegal access a card does nothing any more
-        _forget_compiled(options.device)
-        release(options.device)
+    finally:
+        # after an illegal access a card does nothing any more
+        with contextlib.suppress(RuntimeError):
+            _forget_compiled(options.device)
+            release(options.device)
     return row
 
 
@@ -156,6 +165,8 @@ def _replayed(call: Callable[[], Any], device: torch.device, repeats: int) -> st
         with torch.cuda.graph(graph):
             call()
     except Exception as error:  # synchronises, or does something else that cannot be recorded
+        if lacked_beside_others(error):
+            raise
         print(f"  no CUDA graph: {failure(error)}")
         return ""
     found = measure(graph.replay, device, repeats=repeats, budget_s=_TIMED_S)

@@ -89,7 +89,7 @@ def run_apart(
                 table.path, columns, (more or {}).get((name, variant), {}))
             for name, variant in left
         ]  # fmt: skip
-        _find_truths(jobs, options.together)
+        jobs = _with_truths(jobs, options.together)
         for i in range(0, len(jobs), options.together):
             if time.monotonic() > ends:
                 print(f"stopped before {jobs[i].model}, {jobs[i].variant}")
@@ -111,12 +111,22 @@ def _known(case: Case, job: Job) -> dict[str, object]:
             "status": "failed", "reason": "its process died"}  # fmt: skip
 
 
-def _find_truths(jobs: Sequence[Job], together: int) -> None:
-    """What rows are compared with, once for every model; of one sample each, so beside others."""
-    wanted = list({job.truth: (job,) for job in jobs}.values())
+def _with_truths(jobs: Sequence[Job], together: int) -> list[Job]:
+    """Find what rows are compared with, once for every model; of one sample, so beside others.
+
+    Returns:
+        The jobs, without those of a model whose truth lacked memory that others may hold: a row
+        without errors would stay so.
+    """
+    wanted, died = list({job.truth: (job,) for job in jobs}.values()), set()
     for i in range(0, len(wanted), together):
         for (job,) in in_turns(truth_job, wanted[i : i + together], timed=False):
             print(f"  no truth for {job.model}: its process died")
+            died.add(job.truth)
+    found = [job for job in jobs if job.truth.is_file() or job.truth in died]
+    for name in dict.fromkeys(job.model for job in jobs if job not in found):
+        print(f"  no rows of {name}: no memory for what they are compared with", flush=True)
+    return found
 
 
 def truth_job(job: Job, wait: Wait) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from failures import lacked_beside_others
 from torch import Tensor
 
 from flashbias_convert.benchmark.judge import outputs_of
@@ -18,6 +18,7 @@ from .case import BY_ROWS, ORIGINAL, WITHOUT_BIAS, Case
 
 #: times the error that is allowed to an exact conversion, which is twice the original's rounding
 _WRONG = 2.0
+_HOW = {ORIGINAL: "original in float32", BY_ROWS: "original's formula by rows"}
 
 
 @dataclass(frozen=True)
@@ -59,36 +60,41 @@ def find_truth(case: Case, options: Options) -> Truth:
 
     Where the original is out of memory in float32, its formula is computed a few rows at a time.
     TF32 is off: by default convolutions would use it.
+
+    Raises:
+        Exception: there is none, and memory lacked that others may hold
+            (`failures.lacked_beside_others`): another run may have it.
     """
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         return _find_truth(case, options)
 
 
 def _find_truth(case: Case, options: Options) -> Truth:
-    wide, how = None, "original in float32"
+    wide, said = _first_that_works(case, options, torch.float32)
+    how = f"none: {said}" if wide is None else _HOW[said]  # without it rows are worth their times
+    # without it there is nothing to set an error beside; a few rows at a time round as the whole
+    return Truth(wide, _first_that_works(case, options, options.dtype)[0], how)
+
+
+def _first_that_works(
+    case: Case, options: Options, dtype: torch.dtype
+) -> tuple[dict[str, Tensor] | None, str]:
+    """Outputs of the original, or of its formula by rows, and which; or why there are none."""
+    why, lacked = "", None
     for way in (ORIGINAL, BY_ROWS):
+        found = None
         try:
-            wide = _first_sample(case, way, options, torch.float32)
-        except Exception as error:  # without it, rows are still worth their times
-            how = f"none: {failure(error)}"
+            found = _first_sample(case, way, options, dtype)
+        except Exception as error:
+            why = failure(error)
+            lacked = error.with_traceback(None) if lacked_beside_others(error) else lacked
             del error
         release(options.device)
-        if wide is not None:
-            how = "original in float32" if way == ORIGINAL else "original's formula by rows"
-            break
-    return Truth(wide, _find_plain(case, options), how)
-
-
-def _find_plain(case: Case, options: Options) -> dict[str, Tensor] | None:
-    """Without it there is nothing to set an error beside."""
-    plain = None
-    for way in (ORIGINAL, BY_ROWS):  # a few rows at a time rounds as the whole does
-        with contextlib.suppress(Exception):
-            plain = _first_sample(case, way, options, options.dtype)
-        release(options.device)
-        if plain is not None:
-            break
-    return plain
+        if found is not None:
+            return found, way
+    if lacked is not None:
+        raise lacked
+    return None, why
 
 
 def save_truth(truth: Truth, path: Path) -> None:

@@ -20,10 +20,13 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton.runtime.errors import OutOfResources
 
 from flashbias_convert import ScoreBias
 from flashbias_convert.attention import (
     PreparedBias,
+    backward_launch,
+    descriptors,
     factor_launch,
     launch,
     normalize,
@@ -35,24 +38,42 @@ from flashbias_convert.attention import (
     triton_keys,
     triton_normalize,
     triton_pairs,
+    triton_shared,
 )
 from flashbias_convert.attention.arguments import check_arguments
 from flashbias_convert.attention.factor_columns import column_gradients, factor_columns
 from flashbias_convert.attention.operator import training_attention, triton_attention
 
-#: Compute capability 9.0: H100, H200.
-HOPPER = GPUTarget("cuda", 90, 32)
-#: Shared memory that one program may use there.
+#: Shared memory that one program may use on a card of compute capability 9.0: H100, H200.
 HOPPER_SHARED_BYTES = 227 * 1024
 
 NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 
 
+@dataclass(frozen=True)
+class Card:
+    """A card to compile for.
+
+    Attributes:
+        capability: compute capability, times ten.
+        shared_bytes: of shared memory that one program may use there.
+    """
+
+    capability: int
+    shared_bytes: int
+
+
+HOPPER = Card(90, HOPPER_SHARED_BYTES)
+
+
+@dataclass(frozen=True)
 class _AbsentCard:
     """The part of a Triton driver that compiling asks for."""
 
+    card: Card
+
     def get_current_target(self) -> GPUTarget:
-        return HOPPER
+        return GPUTarget("cuda", self.card.capability, 32)
 
     def get_current_device(self) -> str:
         return "absent"  # kernels are cached by device, and a real card has a number
@@ -83,15 +104,25 @@ class Compiled:
 
     def spills_in_loops(self, folder: Path) -> int:
         """Accesses of local memory in innermost loops. Needs nvdisasm; writes to `folder`."""
+        return sum(_count(body, " LDL", " STL") for body in self._loops(folder))
+
+    def waits_in_loops(self, folder: Path) -> list[tuple[int, int]]:
+        """Waits for wide tensor-core instructions, and these, in innermost loops."""
+        return [
+            (_count(body, "WARPGROUP.DEPBAR"), _count(body, "HGMMA"))
+            for body in self._loops(folder)
+        ]
+
+    def _loops(self, folder: Path) -> list[list[str]]:
         file = folder / "kernel.cubin"
         file.write_bytes(self.cubin)
         command = [str(NVDISASM), "-c", str(file)]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        return sum(_spills(body) for body in _innermost_loops(text.splitlines()))
+        return _innermost_loops(text.splitlines())
 
 
-def _spills(lines: list[str]) -> int:
-    return sum(" LDL" in line or " STL" in line for line in lines)
+def _count(lines: list[str], *words: str) -> int:
+    return sum(any(word in line for word in words) for line in lines)
 
 
 def _innermost_loops(lines: list[str]) -> list[list[str]]:
@@ -109,17 +140,24 @@ def _innermost_loops(lines: list[str]) -> list[list[str]]:
 
 
 def compile_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias | None = None, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: ScoreBias | None = None,
+    *,
+    card: Card = HOPPER,
+    **options: Any,
 ) -> list[Compiled]:
     """Compile what `flashbias_attention(q, k, v, bias, **options)` would launch, in order.
 
     Args:
         q, k, v: tensors on the CPU; their values do not matter.
+        card: the one that is not there.
         bias, options: as for `flashbias_attention`.
     """
     call: dict[str, Any] = {"scale": None, "causal": False, "query_start": None, "key_mask": None}
     args = check_arguments(q, k, v, **{**call, "cosine": False, **options})
-    with _recording() as compiled:
+    with _recording(card=card) as compiled:
         triton_attention(q, k, v, None if bias is None else PreparedBias(bias), args)
     return compiled
 
@@ -132,6 +170,7 @@ def compile_training(
     *,
     forward: bool = True,
     deterministic: bool = True,
+    card: Card = HOPPER,
     **options: Any,
 ) -> list[Compiled]:
     """Compile what a call and its backward pass would launch, in order.
@@ -140,11 +179,12 @@ def compile_training(
         q, k, v: tensors on the CPU that ask for gradients; their values do not matter.
         forward: compile the forward kernel, too.
         deterministic: see `flashbias_attention`.
+        card: the one that is not there.
         bias, options: as for `flashbias_attention`.
     """
     call: dict[str, Any] = {"scale": None, "causal": False, "query_start": None, "key_mask": None}
     args = check_arguments(q, k, v, **{**call, "cosine": False, **options})
-    with _recording(forward) as compiled:
+    with _recording(forward, card) as compiled:
         prepared = None if bias is None else PreparedBias(bias)
         out = training_attention(q, k, v, prepared, args, deterministic)
         out.backward(torch.zeros_like(out))
@@ -171,17 +211,22 @@ def compile_factors(
 
 
 @contextmanager
-def _recording(with_forward: bool = True) -> Iterator[list[Compiled]]:
+def _recording(with_forward: bool = True, card: Card = HOPPER) -> Iterator[list[Compiled]]:
     compiled: list[Compiled] = []
     attention = triton_forward.attention_kernel
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(driver, "_active", _AbsentCard()))
+        stack.enter_context(mock.patch.object(driver, "_active", _AbsentCard(card)))
+        copies = mock.patch.object(descriptors, "_copies_tiles", lambda _: card.capability >= 90)
+        stack.enter_context(copies)
+        stack.enter_context(mock.patch.object(backward_launch, "_SMALLER", {}))
         for module in (launch, normalize, factor_launch):
             stack.enter_context(mock.patch.object(module, "_PLANS", {}))
-        forward = _Recorder(attention, compiled if with_forward else None)
+        forward = _Recorder(attention, compiled if with_forward else None, card)
         stack.enter_context(mock.patch.object(launch, "_kernel", lambda: forward))
+        shared = _Recorder(triton_shared.shared_dense_kernel, compiled, card)
+        stack.enter_context(mock.patch.object(launch, "_shared_kernel", lambda: shared))
         for module, name in KERNELS:
-            recorder = _Recorder(getattr(module, name), compiled)
+            recorder = _Recorder(getattr(module, name), compiled, card)
             stack.enter_context(mock.patch.object(module, name, recorder))
         yield compiled
 
@@ -205,8 +250,8 @@ KERNELS = (
 class _Recorder:
     """Stands in for a kernel: launching it compiles it and notes the result, if there is a list."""
 
-    def __init__(self, kernel: Any, compiled: list[Compiled] | None) -> None:
-        self.kernel, self.compiled = kernel, compiled
+    def __init__(self, kernel: Any, compiled: list[Compiled] | None, card: Card) -> None:
+        self.kernel, self.compiled, self.card = kernel, compiled, card
         self.arg_names: list[str] = kernel.arg_names
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
@@ -214,6 +259,9 @@ class _Recorder:
             if self.compiled is None:
                 return
             made = self.kernel.warmup(*args, grid=grid, **kwargs)
+            if made.metadata.shared > self.card.shared_bytes:  # what loading it there would say
+                limit = self.card.shared_bytes
+                raise OutOfResources(made.metadata.shared, limit, "shared memory")
             values = dict(zip(self.arg_names, args, strict=False)) | kwargs
             constants = {n: v for n, v in values.items() if n.isupper() and isinstance(v, int)}
             self.compiled.append(

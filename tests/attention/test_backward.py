@@ -15,6 +15,7 @@ from flashbias_convert.attention import (
     flashbias_attention,
 )
 from flashbias_convert.attention.backends import BackendFallbackWarning, _warn
+from flashbias_convert.attention.tuning import backward_settings
 from flashbias_convert.errors import UnsupportedTermError
 from tests.support import assert_parity
 
@@ -96,6 +97,17 @@ def test_causal_tiles(
         for how, own in said.items()
     }
     assert all(torch.equal(found["number"][name], own) for name, own in found["tensor"].items())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_tall_blocks(rank: int, causal: bool, kernel: str, device: torch.device) -> None:
+    """Heads of 64 in sequences that are long enough; the last blocks are not full."""
+    sizes = {name: backward_settings(name, m=530, d=64, dv=64, columns=16 * bool(rank), half=True)
+             for name in ("queries", "keys")}  # fmt: skip
+    assert sizes["keys"].block_n == 128 and sizes["queries"].block_m == (64 if rank else 128)
+    x = Inputs(device, torch.float16, batch=(1,), heads=1, n=530, d=64)
+    check(x, x.bias(x.low_rank(rank, split=0)) if rank else None, kernel, causal=causal)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])

@@ -70,7 +70,7 @@ class Variant:
         x = self.inputs()
         call: dict[str, Any] = {o: True for o in self.options if o in ("causal", "cosine")}
         if "masked" in self.options:
-            call["key_mask"] = torch.ones(x.q.shape[0], x.m, dtype=torch.bool)
+            call["key_mask"] = torch.ones(*x.q.shape[:-3], x.m, dtype=torch.bool)
         if "placed" in self.options:
             call["query_start"] = torch.zeros(x.q.shape[:-3], dtype=torch.int64)
         if "head_scales" in self.options:
@@ -154,6 +154,33 @@ def test_attention_compiles(name: str) -> None:
         if variant.dtype != FP32:
             wide = each.constants["BM"] >= 64
             assert ("wgmma.mma_async" if wide else "mma.sync") in each.ptx
+
+
+@pytest.mark.skipif(not NVDISASM.exists(), reason="nvdisasm is not there")
+@pytest.mark.parametrize("name", ["triangle", "long-triangle"])
+def test_the_second_product_of_two_tiles_waits_for_nothing_but_the_first(
+    name: str, tmp_path: Path
+) -> None:
+    """The compiler puts a wait after every part of a product where it has too few registers."""
+    with launch.forced(LaunchSettings(128, 32, 4, 2, 168, tiles=2)):
+        (compiled,) = COMMON[name].compile()
+    assert compiled.spills_in_loops(tmp_path) == 0
+    waits, parts = max(compiled.waits_in_loops(tmp_path), key=lambda found: found[1])
+    assert parts == 16 and waits == 3
+
+
+@pytest.mark.skipif(not NVDISASM.exists(), reason="nvdisasm is not there")
+@pytest.mark.parametrize("options", [(), ("masked", "gated")])
+def test_two_entries_share_tiles_in_registers(options: tuple[str, ...], tmp_path: Path) -> None:
+    """A program has two blocks of queries, and a multiprocessor three programs."""
+    variant = Variant(BF16, 1218, 32, half_dense, {"batch": (2, 3)}, options)
+    with launch.forced(LaunchSettings(64, 32, 4, 3, 168, entries=2)):
+        (compiled,) = variant.compile()
+    assert compiled.name == "shared_dense_kernel"
+    assert compiled.shared < HOPPER_SHARED_BYTES / 3
+    assert compiled.spills_in_loops(tmp_path) == 0
+    waits, parts = max(compiled.waits_in_loops(tmp_path), key=lambda found: found[1])
+    assert parts == 8 and waits == 2  # one for each product of queries and keys
 
 
 def test_heads_with_other_terms_are_compiled_apart() -> None:

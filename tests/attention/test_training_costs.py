@@ -197,7 +197,7 @@ def test_only_where_memory_stays_linear(table: Write, ways: list[str]) -> None:
         train(x, x.bias(term))
     train(x, x.bias(x.low_rank(2, heads=(0,))))
     train(x, x.bias(x.low_rank(2), x.key_bias()))
-    assert ways == ["atomics"] * (len(other) + 2)
+    assert ways == ["triton"] * (len(other) + 2)
 
 
 def test_inference_does_not_ask(table: Write, monkeypatch: pytest.MonkeyPatch) -> None:

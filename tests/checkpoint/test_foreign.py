@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from flashbias_convert.checkpoint import identify, open_model, read_checkpoint
 from flashbias_convert.checkpoint.inert import DataObject, plain
+from flashbias_convert.checkpoint.open import OpenedModel
 from flashbias_convert.errors import CheckpointError, UnknownArchitectureError
 
 from .foreign import installed, write_swin_training
@@ -158,6 +159,36 @@ def test_the_model_is_found_beside_other_parts(
     assert opened.stored.keys() == tiny_weights().keys()
     assert "took the tensors under 'model.net.'; 2 others" in caplog.text
     assert "loss.weight" in caplog.text and "model.scale" in caplog.text
+
+
+def open_two(tmp_path: Path, first: str, second: str, other: dict[str, Tensor]) -> OpenedModel:
+    """Opened from a file with the tiny weights under one name and others under another."""
+    both = {first + k: v for k, v in tiny_weights().items()}
+    both |= {second + k: v for k, v in other.items()}
+    torch.save(lightning(both), tmp_path / "x.ckpt")
+    args = {k: v for k, v in ARGS.items() if k != "num_classes"}
+    return open_model(tmp_path / "x.ckpt", arch=f"timm:{NAME}", arch_args=args)
+
+
+def test_a_student_and_its_teacher_are_not_chosen_between(tmp_path: Path) -> None:
+    other = {k: v + 1 if v.is_floating_point() else v for k, v in tiny_weights().items()}
+    with pytest.raises(
+        CheckpointError, match=r"two such models, under 'student\.net\.' and 'teacher"
+    ):
+        open_two(tmp_path, "student.net.", "teacher.net.", other)
+    with pytest.raises(CheckpointError, match=r"under 'q\.' and 'k\.'"):
+        open_two(tmp_path, "model.q.", "model.k.", other)
+
+
+def test_the_same_model_under_two_names_is_one(tmp_path: Path) -> None:
+    opened = open_two(tmp_path, "model.", "backbone.net.", tiny_weights())
+    assert all(torch.equal(opened.stored[k], v) for k, v in tiny_weights().items())
+
+
+def test_another_number_of_classes_is_another_model(tmp_path: Path) -> None:
+    other = {k: v[:3] if k.startswith("head.fc") else v for k, v in tiny_weights().items()}
+    opened = open_two(tmp_path, "model.", "other.", other)
+    assert all(torch.equal(opened.stored[k], v) for k, v in tiny_weights().items())
 
 
 def test_averaged_weights_beside_others_come_first(tmp_path: Path) -> None:

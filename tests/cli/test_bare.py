@@ -50,6 +50,10 @@ def test_a_window_is_what_swinv2_does_not_show(cli: Cli, tmp_path: Path) -> None
     save_file(layers, tmp_path / "x.safetensors")
     without = cli("inspect", tmp_path / "x.safetensors")
     assert_error(without, 2, "no tensor of layers.0.blocks.0.attn shows its window", "--window 16")
+    other = cli("convert", tmp_path / "x.safetensors", "--dry-run")  # it has no --window
+    assert_error(
+        other, 2, "no tensor of", "with --arch, or say which window: inspect FILE --window"
+    )
     done = cli("inspect", tmp_path / "x.safetensors", "--window", "4", "--energy", "0.9")
     assert done.code == 0 and "3 of 3 sites would be converted" in done.out
 

@@ -60,6 +60,13 @@ def test_damaged_files(cli: Cli, tmp_path: Path, kind: str, message: str) -> Non
     assert files(tmp_path) == before
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pth"])
+def test_what_git_lfs_leaves_in_place_of_a_file(cli: Cli, tmp_path: Path, name: str) -> None:
+    text = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n"
+    (tmp_path / name).write_text(text)
+    assert_error(cli(tmp_path / name, *ARCH), 1, "Git LFS left in their place", "git lfs pull")
+
+
 def test_a_pickle_with_code(cli: Cli, tmp_path: Path) -> None:
     torch.save({"state_dict": tiny_weights(), "x": Malicious(tmp_path / "trap")}, tmp_path / "x.pt")
     assert_error(cli(tmp_path / "x.pt", *ARCH), 1, "could run code", "hint: where you trust it")

@@ -14,12 +14,12 @@ from flashbias_convert import patch_model, unpatch_model
 from flashbias_convert.errors import StaleTermsError
 from tests.adapters import Adapter, add_adapters
 from tests.recipes import test_timm_swin as timm_swin
-from tests.recipes import test_timm_swinv2 as timm_swinv2
 from tests.recipes import test_transformers_beit as beit
 from tests.recipes import test_transformers_data2vec as data2vec
 from tests.recipes import test_transformers_swin as hf_swin
 from tests.recipes import test_transformers_t5_copies as t5
 from tests.recipes.parity import Case, original, randomise
+from tests.recipes.timm_swinv2 import models as timm_swinv2
 from tests.support import assert_parity
 
 

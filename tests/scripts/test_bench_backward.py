@@ -18,6 +18,7 @@ sys.path.insert(0, str(SCRIPTS))
 import backward_figure  # noqa: E402
 import backward_step  # noqa: E402
 import bench_backward as script  # noqa: E402
+from turns import BESIDE  # noqa: E402
 
 CPU = torch.device("cpu")
 PEERS = ["ours, sdpa path", "flash, no bias", "cudnn, dense"]
@@ -166,3 +167,23 @@ def test_ratios(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     backward_figure.draw(file)
     assert os.path.getsize(tmp_path / "table.png") > 0
+
+
+def test_want_of_memory_beside_other_commands_is_no_row(
+    options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried alone in its command first, and then by the next run."""
+    options.shapes, options.bias, options.peers = NAMES[:1], ["frozen"], PEERS[:2]
+    ran = here(monkeypatch)
+
+    def lacks(self: backward_step.Step) -> list[torch.Tensor]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setenv(BESIDE, "/nowhere")
+    with monkeypatch.context() as wanting:
+        wanting.setattr(backward_step.Step, "__call__", lacks)
+        script.run(script._begin(options), options)
+    assert [job.alone for job in ran] == [False, True] and not rows_of(options)
+    options.resume = True
+    script.run(script._begin(options), options)
+    assert [r["state"] for r in rows_of(options)] == ["ok", "ok"]

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import bench_score_scale as script
+from turns import BESIDE
 
 
 def row(way: str, rank: int, ms: float, status: str = "ok") -> dict[str, Any]:
@@ -44,3 +46,54 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert all(r["status"] == "ok" and float(r["error"]) < 1e-5 for r in rows)
     assert "| 8 |" in output.with_suffix(".md").read_text()
+
+
+def test_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output, asked = tmp_path / "table.csv", []
+
+    def timed(*_: Any) -> dict[str, Any]:
+        asked.append(1)
+        if len(asked) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {"forward_ms": "1.0", "both_ms": "1.0", "status": "ok"}
+
+    monkeypatch.setattr(script, "timed", timed)
+    monkeypatch.delenv(BESIDE, raising=False)
+    sizes = "--sizes 8 --ranks 2 1 --tokens 16 --heads 2 --no-flex --dtype float32 --device cpu"
+    words = ["script", *sizes.split(), "--output", str(output)]
+    # nobody is beside: to lack memory is a result
+    monkeypatch.setattr(sys, "argv", words)
+    script.main()
+    assert [r["status"] for r in _rows(output)] == ["ok", "out of memory", "ok", "ok"]
+    monkeypatch.setattr(sys, "argv", [*words, "--resume"])
+    script.main()
+    assert len(asked) == 4
+    # beside others it is none
+    asked.clear()
+    output.unlink()
+    monkeypatch.setattr(script, "lacked_beside_others", lambda _: True)
+    script.main()
+    assert [(r["way"], r["rank"]) for r in _rows(output)] == [
+        (script.OURS, "2"), (script.OURS, "1"), (script.FORMULA, "1"),
+    ]  # fmt: skip
+    script.main()
+    assert len(asked) == 5 and (_rows(output)[-1]["way"], len(_rows(output))) == ("formula", 4)
+    assert "measured: 1, 2." in output.with_suffix(".md").read_text()
+
+
+def _rows(output: Path) -> list[dict[str, str]]:
+    with output.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_card_that_is_lost_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed(*_: Any) -> dict[str, Any]:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(script, "timed", timed)
+    sizes = "--sizes 8 --ranks 2 1 --tokens 16 --heads 2 --no-flex --dtype float32 --device cpu"
+    output = tmp_path / "table.csv"
+    monkeypatch.setattr(sys, "argv", ["script", *sizes.split(), "--output", str(output)])
+    with pytest.raises(SystemExit):
+        script.main()
+    assert len(_rows(output)) == 1

@@ -17,6 +17,7 @@ sys.path.insert(0, str(SCRIPTS))
 import bench_training as script  # noqa: E402
 import training_figure  # noqa: E402
 import training_models  # noqa: E402
+from turns import BESIDE  # noqa: E402
 
 from .turns_here import in_turns_here  # noqa: E402
 
@@ -128,3 +129,25 @@ def test_a_process_that_dies_is_a_row(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_clock_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(monkeypatch, tmp_path / "table.csv", "plain", "--stop-s", "-1")
     assert not rows_of(tmp_path / "table.csv")
+
+
+def test_want_of_memory_beside_others_is_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacks(name: str, *args: Any) -> dict[str, Any]:
+        if name == wants:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {"status": "ok"}
+
+    wants, output = script.SDPA, tmp_path / "table.csv"
+    monkeypatch.setattr(script, "timed", lacks)
+    monkeypatch.setattr(script, "draw", lambda _: None)
+    monkeypatch.setenv(BESIDE, "/nowhere")
+    run(monkeypatch, output, "plain")
+    assert [row["attention"] for row in rows_of(output)] == [script.OURS, script.NO_BIAS]
+    monkeypatch.setattr(script, "judged", lacks)  # a small step may lack it as well
+    run(monkeypatch, output, "plain", "--resume")
+    assert len(rows_of(output)) == 2
+    wants = ""
+    run(monkeypatch, output, "plain", "--resume")
+    assert [row["attention"] for row in rows_of(output)][2:] == [script.SDPA]

@@ -58,3 +58,10 @@ def test_a_group_goes_on_after_a_failure(tmp_path: Path, monkeypatch: pytest.Mon
     streams = [benchmarks.stream("suite", tmp_path, place=3)]
     (command,) = benchmarks.run(streams, tmp_path / "logs", 0.0)
     assert command.process.returncode == 1 and told.read_text() == "two"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_go_on_where_they_were_if_they_can(command: str) -> None:
+    script, *words = words_of(command)
+    goes_on = '"--resume"' in Path(script).read_text() and "train" not in words  # of the PDE solver
+    assert ("--resume" in words) == goes_on

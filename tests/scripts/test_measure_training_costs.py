@@ -15,11 +15,13 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import measure_training_costs as script  # noqa: E402
+import row_file  # noqa: E402
 
 from flashbias_convert.attention import training_costs  # noqa: E402
 from flashbias_convert.attention.arguments import check_arguments  # noqa: E402
 from flashbias_convert.attention.backends import columns_alone  # noqa: E402
 from flashbias_convert.attention.training_packing import training_columns  # noqa: E402
+from flashbias_convert.cost_tables import FIELDS  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -52,7 +54,7 @@ def test_a_run(
          "class": of_class}
         for dtype, of_class in (("float32", "hopper"), ("bfloat16", "cpu"), ("float32", "cpu"))
     ]  # fmt: skip
-    script.write(output, others)
+    row_file.write(output, FIELDS, others)
     rows = run(monkeypatch, output)
     assert [r["class"] for r in rows[:2]] == ["hopper", "cpu"]
     new = rows[2:]
@@ -75,14 +77,14 @@ def test_it_says_what_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         for way, n, cost in (("triton", 16, 1.0), ("triton", 64, 2.0), ("sdpa", 16, 2.0),
                              ("sdpa", 64, 1.0))
     ]  # fmt: skip
-    script.write(tmp_path / "costs.csv", rows)
+    row_file.write(tmp_path / "costs.csv", FIELDS, rows)
     monkeypatch.setattr(sys, "argv", ["script", "--tiny", "--device", "cpu"])
     first, *_ = script.told(tmp_path / "costs.csv", script.arguments())
     assert first == "D = 16, float32, 0 columns: triton to N = 31, sdpa"
 
 
 def test_the_clock_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script.write(tmp_path / "costs.csv", [])
+    row_file.write(tmp_path / "costs.csv", FIELDS, [])
     assert run(monkeypatch, tmp_path / "costs.csv", "--stop-s", "-1") == []
 
 
@@ -104,3 +106,29 @@ def test_columns_are_those_of_the_name(dtype: str, monkeypatch: pytest.MonkeyPat
         own = columns_alone(q, bias, args)
         found = own if job.way == "sdpa" else training_columns(bias, half=True)
         assert found == job.columns, job
+
+
+def test_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are written one by one; those of other versions are replaced where they are measured."""
+    output, timed = tmp_path / "costs.csv", []
+
+    def time_ms(job: script.Job) -> float:
+        timed.append(job)
+        if len(timed) == 3:
+            raise KeyboardInterrupt
+        return 1.0
+
+    monkeypatch.setattr(script, "time_ms", time_ms)
+    with pytest.raises(KeyboardInterrupt):
+        run(monkeypatch, output)
+    first = row_file.read(output)
+    assert [r["form"] for r in first] == [job.form for job in timed[:2]]
+    rows = run(monkeypatch, output, "--resume")
+    every = [job.form for job in script.jobs_of(script.arguments())]
+    assert rows[:2] == first and [r["form"] for r in rows] == every
+    assert [job.form for job in timed[3:]] == every[2:]
+    rows[3]["torch"] = "1.0"
+    row_file.write(output, FIELDS, rows)
+    timed[:] = timed[:3]
+    again = run(monkeypatch, output, "--resume")
+    assert len(timed) == 4 and len(again) == len(rows) and again[-1]["torch"] == torch.__version__

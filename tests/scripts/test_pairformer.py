@@ -20,6 +20,7 @@ import pairformer_core as core  # noqa: E402
 import pairformer_parts as parts  # noqa: E402
 import pairformer_table as table  # noqa: E402
 import pairformer_ways as ways  # noqa: E402
+from turns import BESIDE  # noqa: E402
 
 from flashbias_convert.decompose.neural_samples import Sample, mean_loss, squared_size  # noqa: E402
 
@@ -155,18 +156,33 @@ def test_jobs_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not list(tmp_path.glob("*.running"))
 
 
-def test_a_row_whose_process_ended_is_a_row(tmp_path: Path) -> None:
-    make_table(tmp_path)
+def test_a_row_whose_process_ended_twice_is_a_row(tmp_path: Path) -> None:
     facts = {"way": "a", "component": "c", "n": 1, "mode": "m"}
-    running = make_table(tmp_path)
 
     def dies() -> table.Trial:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        running.time(dies, **facts)
+    for resume in (False, True):
+        with pytest.raises(KeyboardInterrupt):
+            make_table(tmp_path, resume=resume).time(dies, **facts)
     (row,) = make_table(tmp_path, resume=True).rows
     assert "ended while it ran" in row["status"] and row["way"] == "a"
+    assert not list(tmp_path.glob("*.running"))
+
+
+def test_a_row_that_a_stopped_run_was_in_is_tried_again(tmp_path: Path) -> None:
+    facts = {"way": "a", "component": "c", "n": 1, "mode": "m"}
+
+    def stopped() -> table.Trial:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_table(tmp_path).time(stopped, **facts)
+    assert not make_table(tmp_path, resume=True).rows  # a run that did not come so far
+    made = make_table(tmp_path, resume=True)
+    made.time(lambda: table.Trial(lambda: None), **facts)
+    assert [row["status"] for row in made.rows] == ["ok"]
+    assert not list(tmp_path.glob("*.running"))
 
 
 def test_a_broken_context_ends_the_process(tmp_path: Path) -> None:
@@ -222,3 +238,29 @@ def test_break_even() -> None:
     assert one.endswith("up to rank 64 (not at 128)")
     assert many.endswith("up to rank 64 (not at 32, 128)")
     assert "at no rank" in table.break_even(rows[:1] + rows[-1:], "dense", "f")[0]
+
+
+def test_want_of_memory_beside_others_is_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor a row without errors, where only the truth lacked it."""
+
+    def lacks(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def measure(made: table.Table) -> list[str]:
+        made.time(lacks, way="call", component="c", n=1, mode="m")
+        made.time(
+            lambda: table.Trial(lambda: None, lacks), way="truth", component="c", n=1, mode="m"
+        )
+        made.time(lambda: table.Trial(lambda: None), way="fits", component="c", n=1, mode="m")
+        return [row["way"] for row in made.rows]
+
+    monkeypatch.setenv(BESIDE, "/nowhere")
+    assert measure(make_table(tmp_path)) == ["fits"]
+    assert not list(tmp_path.glob("*.running"))
+    monkeypatch.delenv(BESIDE)
+    made = make_table(tmp_path, resume=True)
+    assert measure(made) == ["fits", "call", "truth"]
+    assert "OutOfMemoryError" in made.rows[1]["status"]
+    assert made.rows[2]["status"] == table.NO_ERROR

@@ -21,6 +21,7 @@ import pde_solver as script  # noqa: E402
 import pde_table  # noqa: E402
 import pde_task  # noqa: E402
 import pde_training  # noqa: E402
+from turns import BESIDE  # noqa: E402
 
 from .turns_here import in_turns_here  # noqa: E402
 
@@ -226,3 +227,43 @@ def test_the_table_has_the_shape_of_the_papers() -> None:
     assert table["b"] == ["1.00 / 1.00 (wrong)"] * 6
     assert table["paper, A100: FlashBias"] == list(pde_table.PAPER["FlashBias"])
     assert pde_table.ratios(rows) == ["2.50x (a)"] * 6
+
+
+def test_want_of_memory_beside_others_is_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a peer that has one of its phases the other one alone is measured by the next run."""
+    wanting: list[str] = []
+
+    def timed(call: Any, *_: Any) -> dict[str, Any]:
+        name = call.__name__
+        asked.append(name)
+        if name in wanting:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {"median_ms": "1.0", "s_per_100": "0.1", "status": "ok"}
+
+    def bench(*lacking: str, resume: bool = True) -> list[tuple[str, str]]:
+        asked.clear()
+        wanting[:] = lacking
+        words = ("--points", 24, "--peers", pde_peers.NO_BIAS, "--output", tmp_path)
+        run(monkeypatch, "bench", "sphere", *words, *SIZES, *(["--resume"] if resume else []))
+        return [(r["phase"], r["status"]) for r in rows_of(tmp_path / "pde_solver_speed.csv")]
+
+    asked: list[str] = []
+    monkeypatch.setattr(pde_bench, "_timed", timed)
+    monkeypatch.setattr(pde_bench, "draw", lambda _: None)
+    monkeypatch.setenv(BESIDE, "/nowhere")
+    assert bench("step", "infer", resume=False) == []
+    assert bench("step") == [("inference", "ok")]
+    assert bench() == [("inference", "ok"), ("training", "ok")] and asked == ["step"]
+    assert len(bench()) == 2 and not asked
+    monkeypatch.delenv(BESIDE)
+    assert bench("infer", resume=False)[1] == ("inference", pde_bench.OUT_OF_MEMORY)
+    # before a call, too
+    monkeypatch.setenv(BESIDE, "/nowhere")
+    monkeypatch.setattr(pde_bench, "model_of", lambda *_: timed(_lacking))
+    assert bench("_lacking", resume=False) == []
+
+
+def _lacking() -> None:
+    pass

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import csv
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import tune_parts as script
+from turns import BESIDE
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_CARD = torch.cuda.is_available() and not INTERPRETED
@@ -56,3 +60,59 @@ def test_what_it_tells() -> None:
         "1 x 2 x 16 x 70 none: 6.00 us with 2 parts, one part 9.00, best 5.00 with 4"
         "; flash, no bias 7.00"
     ]
+
+
+def test_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has a row, also a failed one, is not measured; what lacked memory beside others is."""
+    pytest.importorskip("triton")
+    calls: list[int] = []
+
+    def measured(case: script.Case, *_: Any) -> dict[str, Any] | None:
+        calls.append(1)
+        return None if len(calls) == 2 else {"median_us": "1.00", "state": "ok"}
+
+    monkeypatch.setattr(script, "measured", measured)
+    output = tmp_path / "table.csv"
+    words = ["script", "--tiny", "--device", "cpu", "--dtype", "float32", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", words)
+    script.main()
+    every, first = len(calls), _rows(output)
+    assert len(first) == every - 1
+    monkeypatch.setattr(sys, "argv", [*words, "--resume"])
+    script.main()
+    assert len(calls) == every + 1 and _rows(output)[:-1] == first
+    script.main()
+    monkeypatch.setattr(sys, "argv", [*words[:-4], "--dtype", "float16", *words[-2:], "--resume"])
+    assert len(calls) == every + 1
+    script.main()
+    assert len(calls) == 2 * every + 1 and len(_rows(output)) == 2 * every
+
+
+def _rows(output: Path) -> list[dict[str, str]]:
+    with output.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_card_that_is_lost_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or all that follows would be rows that fail, and stay."""
+    pytest.importorskip("triton")
+    state = "AcceleratorError: CUDA error: an illegal memory access was encountered"
+    monkeypatch.setattr(script, "measured", lambda *_: {"state": state})
+    output = tmp_path / "table.csv"
+    words = ["script", "--tiny", "--device", "cpu", "--dtype", "float32", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit):
+        script.main()
+    assert [r["state"] for r in _rows(output)] == [state]
+
+
+def test_memory_that_others_have_is_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks(*_: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    options = argparse.Namespace(device="cpu", dtype="float32", tiny=True)
+    case = script.Case.make(1, 2, 16, 8, options)
+    found = script.measured(case, None, lacks, contextlib.nullcontext())
+    assert found is not None and found["state"].startswith("OutOfMemoryError")
+    monkeypatch.setenv(BESIDE, "/nowhere")
+    assert script.measured(case, None, lacks, contextlib.nullcontext()) is None

@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from turns import in_turns
+from turns import BESIDE, in_turns
 
 
 def job(number: int, file: str, wait: Callable[[], None]) -> None:
@@ -38,3 +40,20 @@ def test_nobody_has_a_turn_when_the_time_is_up(tmp_path: Path) -> None:
     file = str(tmp_path / "told")
     assert in_turns(job, [(0, file), (3, file)], seconds=0.0) == [(0, file), (3, file)]
     assert not Path(file).exists()
+
+
+def lacks(file: str, wait: Callable[[], None]) -> None:
+    wait()
+    Path(file).write_text("had its turn")
+    raise RuntimeError("Triton Error [CUDA]: out of memory")
+
+
+def test_want_of_memory_beside_others_is_no_death(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody writes a row for it; a process of its own is asked, which has the environment."""
+    file = str(tmp_path / "told")
+    assert in_turns(lacks, [(file,)], timed=False) == [(file,)]
+    monkeypatch.setenv(BESIDE, str(tmp_path / "nobody"))
+    assert in_turns(lacks, [(file,)], timed=False) == []
+    assert Path(file).read_text() == "had its turn"

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import csv
 import dataclasses
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ sys.path[:0] = [str(SCRIPTS), str(SCRIPTS / "paper")]
 
 import bench_models  # noqa: E402
 from paper_tables import PaperTable, Published  # noqa: E402
+from turns import BESIDE  # noqa: E402
 from whole_models import (  # noqa: E402
     hand,
     language,
@@ -48,6 +50,8 @@ from whole_models.case import (  # noqa: E402
     converted,
 )
 from whole_models.hand import HandAttention  # noqa: E402
+
+from .turns_here import in_turns_here  # noqa: E402
 
 CPU = torch.device("cpu")
 OPTIONS = truth.Options(CPU, torch.bfloat16, repeats=1)
@@ -135,11 +139,19 @@ def test_rows_that_fail_say_why() -> None:
     assert row["status"] == "measured" and float(row["median_ms"]) >= 0
 
 
-def test_waiting_for_a_turn_does_not_count_against_the_limit() -> None:
-    limited = truth.Options(CPU, torch.float32, 1, limit_s=1.0)
-    nothing = truth.Truth(None, None, "none")
-    row = measuring.measure_row(slow(0), "original", limited, nothing, lambda: time.sleep(1.2))
+def test_waiting_for_a_turn_does_not_count_against_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While others have their turns no clock runs, which is what could end this."""
+    nothing, clocks = truth.Truth(None, None, "none"), []
+
+    def wait() -> None:
+        clocks.append(signal.getitimer(signal.ITIMER_REAL)[0])
+
+    limited = truth.Options(CPU, torch.float32, 1, limit_s=60.0)
+    row = measuring.measure_row(slow(0), "original", limited, nothing, wait)
     assert row["status"] == "measured"
+    assert clocks == [0.0]
 
 
 def test_every_row_is_written_by_a_process_of_its_own(
@@ -480,3 +492,55 @@ def test_flex_attention_without_a_bias_is_no_bias() -> None:
 
     exact = output(NO_BIAS, torch.float64)
     assert_parity(output("none-flex", torch.float32), output(NO_BIAS, torch.float32), exact)
+
+
+def test_want_of_memory_beside_others_is_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor a truth: rows of a model without one would stay without errors."""
+    problem = torch.OutOfMemoryError("CUDA out of memory")
+    whole = plain.cases(True)["plain-20"]
+    tight = dataclasses.replace(whole, name="tight")
+    where = {"lacking": ()}
+
+    def attention(way: str, *args: Any) -> nn.Module:
+        if way in where["lacking"]:
+            raise problem
+        return static_bias.attention(way, *args)
+
+    def rows(*lacking: str, resume: bool = True) -> dict[tuple[str, str], str]:
+        where["lacking"] = lacking
+        table = writing.Table(tmp_path / "rows.csv", resume=resume)
+        running.run_apart(lambda _: [tight], options, table)
+        return {(row["model"], row["variant"]): row["status"] for row in table.rows}
+
+    monkeypatch.setattr(plain, "attention", attention)
+    monkeypatch.setattr(running, "in_turns", in_turns_here)
+    options = argparse.Namespace(device="cpu", dtype="bfloat16", repeats=1, limit_s=0.0, stop_s=0.0,
+                                 tiny=True, variants=["original", "sdpa"], together=2)  # fmt: skip
+    monkeypatch.delenv(BESIDE, raising=False)
+    assert rows("sdpa") == {("tight", "original"): "measured", ("tight", "sdpa"): "failed"}
+    (tmp_path / "rows.csv").unlink()
+    monkeypatch.setenv(BESIDE, "/nowhere")
+    assert rows("original", BY_ROWS) == {}
+    assert rows("sdpa") == {("tight", "original"): "measured"}
+    assert rows() == {("tight", "original"): "measured", ("tight", "sdpa"): "measured"}
+    # the formula by rows is a truth, too
+    assert truth.find_truth(tight, OPTIONS).how == "original in float32"
+    where["lacking"] = ("original",)
+    assert truth.find_truth(tight, OPTIONS).how == "original's formula by rows"
+
+
+def test_cases_in_one_process_go_on_where_memory_lacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lacks = dataclasses.replace(slow(0, torch.OutOfMemoryError("CUDA out of memory")), name="lacks")
+    options = argparse.Namespace(device="cpu", dtype="float32", repeats=1, limit_s=0.0, stop_s=0.0,
+                                 variants=None)  # fmt: skip
+    monkeypatch.setenv(BESIDE, "/nowhere")
+    table = writing.Table(tmp_path / "rows.csv")
+    bench_models.run([lacks, slow(0)], options, table)
+    assert [row["model"] for row in table.rows] == ["slow"]
+    monkeypatch.delenv(BESIDE)
+    bench_models.run([lacks], options, table)
+    assert [row["reason"] for row in table.rows] == ["", "out of memory"]

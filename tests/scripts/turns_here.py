@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from turns import carry_out
 
 
 def in_turns_here(
@@ -12,7 +18,7 @@ def in_turns_here(
     lost = []
     for call in calls:
         try:
-            job(*call, lambda: None)
+            carry_out(job, call, lambda: None)
         except SystemExit:
             lost.append(call)
     return lost

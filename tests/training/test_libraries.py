@@ -19,8 +19,8 @@ pytest.importorskip("transformers")
 
 from tests.models.test_alibi_gpt2 import make as make_gpt2
 from tests.models.test_alibi_gpt2 import tokens
-from tests.recipes.test_timm_swinv2 import image
-from tests.recipes.test_timm_swinv2 import make as make_swin
+from tests.recipes.timm_swinv2.models import image
+from tests.recipes.timm_swinv2.models import make as make_swin
 
 
 def gradients(model: Any, *names: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

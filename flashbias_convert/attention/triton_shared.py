@@ -1,0 +1,255 @@
+"""The Triton kernel of two batch entries whose queries share each tile of a dense bias.
+
+The rows of a triangle have one bias, and most of what a card reads for them is that bias: a program
+has the same block of queries of two entries, and adds each tile to the scores of both. Everything
+else is as in `triton_forward`, whose names and passes these are. Inference in half precision, of a
+dense bias alone, with a mask of keys and a gate.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_forward import (
+    EDGES,
+    INSIDE,
+    LOG2E,
+    _at,
+    _products,
+    _tile,
+    _visible_range,
+    _weights,
+)
+
+
+@triton.jit
+def _queries(ptr, strides, b0, b1, b2, h, rows, offs, in_rows, SIZE: tl.constexpr):
+    """A block of rows of one entry, (len(rows), len(offs)); zeros outside."""
+    ptr = _at(ptr, strides, b0, b1, b2) + h.to(tl.int64) * strides[3]
+    where = ptr + rows[:, None] * strides[4] + offs[None, :] * strides[5]
+    return tl.load(where, mask=in_rows[:, None] & (offs[None, :] < SIZE), other=0.0)
+
+
+@triton.jit
+def _attend(x, v, top, total, acc, to_exp2, EDGE: tl.constexpr):
+    """Take a tile of scores in: weights, their sums, and the values that they weigh."""
+    if EDGE:
+        new_top = tl.maximum(top, tl.max(x, 1))
+        # where nothing is visible yet, -inf - -inf would be NaN
+        level = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = _weights(x, level, to_exp2, False)
+        shrink = _weights(top, level, to_exp2, False)
+        total = total * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None]
+        top = new_top
+    else:
+        p = _weights(x, top, to_exp2, False)
+        total += tl.sum(p, 1)
+    return top, total, tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+
+
+@triton.jit
+def _raise(top, total, acc, lowest, to_exp2, least_sum, fewest):
+    """A level so low that usual scores would overflow is raised before quick steps."""
+    raised = tl.maximum(top, lowest)
+    least = tl.where(top == raised, least_sum, fewest)
+    shrink = tl.where(top == raised, 1.0, tl.exp2((top - raised) * to_exp2))
+    return raised, total * shrink, acc * shrink[:, None], least
+
+
+@triton.jit
+def _is_usual(total, acc, least, largest, sees):
+    """Whether the level of quick steps was right for each row."""
+    finite = tl.sum(tl.abs(acc), 1) < float("inf")
+    usual = (total >= least) & (total <= largest) & finite
+    return (usual != 0) | (sees == 0)
+
+
+@triton.jit
+def _write(
+    o_ptr, o_strides, gate_ptr, gate_strides, b0, b1, b2, h, rows, offs, in_rows,
+    acc, total, sees, DV: tl.constexpr,
+):  # fmt: skip
+    """The output of one entry; a row without any visible key gives zeros."""
+    nothing = (total == 0.0) | (sees == 0)
+    acc = tl.where(nothing[:, None], 0.0, acc / tl.where(nothing, 1.0, total)[:, None])
+    if gate_ptr is not None:
+        gate = _queries(gate_ptr, gate_strides, b0, b1, b2, h, rows, offs, in_rows, DV)
+        acc = acc / (1.0 + tl.exp(-gate.to(tl.float32)))
+    o_ptr = _at(o_ptr, o_strides, b0, b1, b2) + h.to(tl.int64) * o_strides[3]
+    where = o_ptr + rows[:, None] * o_strides[4] + offs[None, :] * o_strides[5]
+    tl.store(where, acc.to(o_ptr.dtype.element_ty), mask=in_rows[:, None] & (offs[None, :] < DV))
+
+
+@triton.jit
+def shared_dense_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, dense_ptr, key_mask_ptr, gate_ptr,
+    q_strides, k_strides, v_strides, o_strides, dense_strides, key_mask_strides, gate_strides,
+    dense_desc, scale, query_start, batch_1, batch_2, G, kv_group, N, M,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    ALIGNED_ROWS: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = o_ptr.dtype.element_ty == tl.float16
+    LOWEST_LEVEL: tl.constexpr = -4.0 if HALF else -24.0
+    LEAST_SUM: tl.constexpr = 0.5 if HALF else 2.0**-20
+    LARGEST_SUM: tl.constexpr = 2.0**15 if HALF else 2.0**60
+    MASKED: tl.constexpr = key_mask_ptr is not None
+
+    # two entries along the last batch dimension; of an odd number the last one comes twice
+    blocks = tl.cdiv(N, BM)
+    pairs = tl.cdiv(batch_2, 2)
+    pid = tl.program_id(0)
+    g = (pid // blocks) % G
+    b = pid // blocks // G
+    c_0 = b % pairs * 2
+    c_1 = tl.minimum(c_0 + 1, batch_2 - 1)
+    b1 = (b // pairs) % batch_1
+    b0 = b // pairs // batch_1
+    h_kv = g // kv_group
+
+    first = pid % blocks * BM
+    offs_m = first + tl.arange(0, BM)
+    offs_n = tl.arange(0, BN)
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    near_n = offs_n.to(tl.int64) if WIDE else offs_n
+    near_d = offs_d.to(tl.int64) if WIDE else offs_d
+    near_dv = offs_dv.to(tl.int64) if WIDE else offs_dv
+    in_rows = offs_m < N
+    safe_m = tl.minimum(offs_m, N - 1).to(tl.int64)
+
+    q_0 = _queries(q_ptr, q_strides, b0, b1, c_0, g, safe_m, near_d, in_rows, D)
+    q_1 = _queries(q_ptr, q_strides, b0, b1, c_1, g, safe_m, near_d, in_rows, D)
+    per_size = 1.0 / scale
+    to_exp2 = scale * LOG2E
+
+    k_0 = _at(k_ptr, k_strides, b0, b1, c_0) + h_kv.to(tl.int64) * k_strides[3]
+    k_1 = _at(k_ptr, k_strides, b0, b1, c_1) + h_kv.to(tl.int64) * k_strides[3]
+    v_0 = _at(v_ptr, v_strides, b0, b1, c_0) + h_kv.to(tl.int64) * v_strides[3]
+    v_1 = _at(v_ptr, v_strides, b0, b1, c_1) + h_kv.to(tl.int64) * v_strides[3]
+    if ALIGNED_ROWS:
+        k_0, k_1 = tl.multiple_of(k_0, 16), tl.multiple_of(k_1, 16)
+        v_0, v_1 = tl.multiple_of(v_0, 16), tl.multiple_of(v_1, 16)
+    of_k = near_n[None, :] * k_strides[4] + near_d[:, None] * k_strides[5]
+    of_v = near_n[:, None] * v_strides[4] + near_dv[None, :] * v_strides[5]
+    k_0, k_1, v_0, v_1 = k_0 + of_k, k_1 + of_k, v_0 + of_v, v_1 + of_v
+    if dense_desc is not None:
+        before = _at(g.to(tl.int64) * dense_strides[3], dense_strides, b0, b1, c_0)
+        dense_first = (before // dense_strides[4]).to(tl.int32) + first
+    else:
+        dense_ptr = _at(dense_ptr, dense_strides, b0, b1, c_0) + g.to(tl.int64) * dense_strides[3]
+        dense_ptrs = dense_ptr + safe_m[:, None] * dense_strides[4]
+        dense_ptrs += near_n[None, :] * dense_strides[5]
+
+    # what is visible of the keys: where both entries see the same stretch, as with padding, tiles
+    # within it need no mask. Of an entry that sees nothing the other's keys are read, for nothing.
+    begin, left, end, seen = 0, 0, M, M
+    full = M // BN * BN
+    sees_0, sees_1, is_range = True, True, True
+    if MASKED:
+        mask_0 = _at(key_mask_ptr, key_mask_strides, b0, b1, c_0)
+        mask_1 = _at(key_mask_ptr, key_mask_strides, b0, b1, c_1)
+        first_0, end_0, range_0 = _visible_range(mask_0, key_mask_strides[3], M)
+        first_1, end_1, range_1 = _visible_range(mask_1, key_mask_strides[3], M)
+        sees_0, sees_1 = end_0 > first_0, end_1 > first_1
+        same = (first_0 == first_1) & (end_0 == end_1)
+        is_range = range_0 & range_1 & (same | (sees_0 == 0) | (sees_1 == 0))
+        first_seen = tl.minimum(
+            tl.where(sees_0, first_0, first_1), tl.where(sees_1, first_1, first_0)
+        )
+        end = tl.maximum(end_0, end_1)
+        padded_tile = first_seen // BN * BN
+        left = tl.where(first_seen > padded_tile, BN, 0)
+        begin = padded_tile + left
+        full = tl.maximum(tl.minimum(full, end // BN * BN), begin)
+        end, seen = tl.maximum(end, begin), end - padded_tile
+
+    first_key = tl.where((full == end) & (left == 0), tl.maximum(end - BN, begin), full)
+    quick_end = first_key
+    top_0 = tl.full([BM], float("-inf"), tl.float32)
+    top_1 = tl.full([BM], float("-inf"), tl.float32)
+    total_0, total_1 = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
+    acc_0 = tl.zeros([BM, BLOCK_DV], tl.float32)
+    acc_1 = tl.zeros([BM, BLOCK_DV], tl.float32)
+    least_0 = tl.zeros([BM], tl.float32) + LEAST_SUM
+    least_1 = tl.zeros([BM], tl.float32) + LEAST_SUM
+    again = True
+    while again:
+        for PASS in tl.static_range(3 if MASKED else 2):
+            lower = first_key - left if PASS == EDGES else begin
+            upper = end if PASS == EDGES else quick_end
+            if MASKED and PASS != EDGES:
+                upper = tl.where(is_range == (PASS == INSIDE), quick_end, begin)
+            if PASS == INSIDE:
+                lowest = tl.where(quick_end > begin, LOWEST_LEVEL / to_exp2, float("-inf"))
+                fewest = tl.maximum(LEAST_SUM, seen * 2.0**-13) if HALF else LEAST_SUM
+                top_0, total_0, acc_0, least_0 = _raise(
+                    top_0, total_0, acc_0, lowest, to_exp2, LEAST_SUM, fewest
+                )
+                top_1, total_1, acc_1, least_1 = _raise(
+                    top_1, total_1, acc_1, lowest, to_exp2, LEAST_SUM, fewest
+                )
+            for s in tl.range(lower, upper, BN):
+                if MASKED and PASS == EDGES:
+                    s = tl.multiple_of(tl.where(s < first_key, padded_tile, s), BN)
+                # the product of the second entry is under way while weights of the first are made
+                x_0 = _products(
+                    q_0, q_0, k_0, k_0, k_strides, k_strides, s, offs_n, M, offs_d, 1.0,
+                    D, BLOCK_D, 0, False, WIDE, PASS == EDGES,
+                )  # fmt: skip
+                x_1 = _products(
+                    q_1, q_1, k_1, k_1, k_strides, k_strides, s, offs_n, M, offs_d, 1.0,
+                    D, BLOCK_D, 0, False, WIDE, PASS == EDGES,
+                )  # fmt: skip
+                far = tl.cast(s, tl.int64) if WIDE else s
+                offs_k = s + offs_n
+                in_keys = offs_k < M
+                if dense_desc is not None:
+                    cell = dense_desc.load([dense_first, s])  # (BM, BN)
+                else:
+                    cell = _tile(
+                        dense_ptrs + far * dense_strides[5], in_keys[None, :], None,
+                        PASS == EDGES, False,
+                    )  # fmt: skip
+                # an addition would be moved before the product, see `triton_forward`
+                x_0 = tl.fma(cell.to(tl.float32), per_size, x_0)
+                x_1 = tl.fma(cell.to(tl.float32), per_size, x_1)
+                if PASS == EDGES:
+                    x_0 = tl.where(in_keys[None, :], x_0, float("-inf"))
+                    x_1 = tl.where(in_keys[None, :], x_1, float("-inf"))
+                if MASKED and PASS != INSIDE:
+                    safe_k = tl.minimum(offs_k, M - 1).to(tl.int64) * key_mask_strides[3]
+                    x_0 = tl.where((tl.load(mask_0 + safe_k) != 0)[None, :], x_0, float("-inf"))
+                    x_1 = tl.where((tl.load(mask_1 + safe_k) != 0)[None, :], x_1, float("-inf"))
+                in_columns = offs_dv[None, :] < DV
+                step = far * v_strides[4]
+                v = _tile(v_0 + step, in_keys[:, None], in_columns, PASS == EDGES, DV < BLOCK_DV)
+                top_0, total_0, acc_0 = _attend(
+                    x_0, v, top_0, total_0, acc_0, to_exp2, PASS == EDGES
+                )
+                v = _tile(v_1 + step, in_keys[:, None], in_columns, PASS == EDGES, DV < BLOCK_DV)
+                top_1, total_1, acc_1 = _attend(
+                    x_1, v, top_1, total_1, acc_1, to_exp2, PASS == EDGES
+                )
+        usual = _is_usual(total_0, acc_0, least_0, LARGEST_SUM, sees_0)
+        usual = usual & _is_usual(total_1, acc_1, least_1, LARGEST_SUM, sees_1)
+        unusual = in_rows & (usual == 0)
+        again = (tl.max(unusual.to(tl.int32), 0) > 0) & (quick_end > begin)
+        if again:
+            first_key, quick_end = begin, begin
+            top_0 = tl.full([BM], float("-inf"), tl.float32)
+            top_1 = tl.full([BM], float("-inf"), tl.float32)
+            total_0, total_1 = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
+            acc_0 = tl.zeros([BM, BLOCK_DV], tl.float32)
+            acc_1 = tl.zeros([BM, BLOCK_DV], tl.float32)
+
+    _write(
+        o_ptr, o_strides, gate_ptr, gate_strides, b0, b1, c_0, g, safe_m, offs_dv, in_rows,
+        acc_0, total_0, sees_0, DV,
+    )  # fmt: skip
+    _write(
+        o_ptr, o_strides, gate_ptr, gate_strides, b0, b1, c_1, g, safe_m, offs_dv, in_rows,
+        acc_1, total_1, sees_1, DV,
+    )  # fmt: skip
