@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from .kept import kept_with
 from .modules import ScoreBiasModule
+from .tracing import is_traced
 
 
 def key_table(mask: Tensor | None, device: torch.device) -> Tensor:
@@ -29,9 +30,10 @@ def key_table(mask: Tensor | None, device: torch.device) -> Tensor:
 
     Returns:
         int32, shape (B, 1, 1, M); (1, 1, 1, 0) if nothing is padded. Whether anything is padded
-        is read from the mask, which waits for its device; not while torch.compile traces.
+        is read from the mask, which waits for its device; not while a graph is traced, which
+        other masks will go through.
     """
-    if mask is None or (not torch.compiler.is_compiling() and bool(mask.all())):
+    if mask is None or (not is_traced() and bool(mask.all())):
         return torch.zeros(1, 1, 1, 0, dtype=torch.int32, device=device)
     real = (mask != 0).to(device, torch.int32)
     table = real.cumsum(-1, dtype=torch.int32) * real

@@ -265,11 +265,18 @@ class PatchedAttention(Composed):
     # -- moves, loads and copies -----------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        stale = self.look()
+        stale, was_meta = self.look(), self.score_bias.layout.is_meta
         moved = super()._apply(fn, recurse)
-        if not stale:  # a move or a cast changes tensors, but not what they say
+        if self.score_bias.is_empty(was_meta):
+            self.await_load()
+        elif not stale:  # a move or a cast changes tensors, but not what they say
             self.seal()
         return moved
+
+    def await_load(self) -> None:
+        """Refuse to compute until a state dict has filled the terms."""
+        self._seal = BROKEN
+        self.score_bias.awaits_load = True
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """As of any module, but the layout of stale terms is zeros: see `seal_if_loaded`."""

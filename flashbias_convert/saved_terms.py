@@ -49,12 +49,29 @@ class SavedTerms(nn.Module):
         """Compare the layout that came with the tensors; reads it from its device."""
         if torch.compiler.is_compiling() or self.layout.is_meta:
             return
-        found, own = bytes(self.layout.tolist()), ScoreBias.layout(self._spec).encode()
+        found, own = bytes(self.layout.tolist()), self._own_layout()
         if found != own:
             raise ValueError(
                 "the loaded tensors belong to other terms than this module has: "
                 f"{found.decode(errors='replace')} instead of {own.decode()}"
             )
+
+    def is_empty(self, was_meta: bool) -> bool:
+        """Whether a move has left memory that nothing was written to, as `to_empty` does.
+
+        That is sure where it came from the meta device; elsewhere the layout tells, which is read
+        from its device.
+
+        Args:
+            was_meta: the terms were on the meta device before it.
+        """
+        if self.layout.is_meta:
+            return False
+        found = bytes(self.layout.tolist())
+        return was_meta or found != self._own_layout()
+
+    def _own_layout(self) -> bytes:
+        return ScoreBias.layout(self._spec).encode()
 
     def restore_layout(self) -> bool:
         """Whether the terms that were just loaded were saved as stale; takes that mark off.

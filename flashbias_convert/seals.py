@@ -126,7 +126,13 @@ def _identity(tensor: Tensor) -> Hashable:
     if _is_distributed(tensor):
         return (id(tensor), _identity(tensor.to_local()))  # type: ignore[attr-defined]
     # the address tells of `parameter.data = ...`, which the version does not count
-    return (id(tensor), tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version)
+    address = 0 if _is_wrapped(tensor) else tensor.data_ptr()
+    return (id(tensor), address, -1 if tensor.is_inference() else tensor._version)
+
+
+def _is_wrapped(tensor: Tensor) -> bool:
+    """Whether it stands for another tensor inside a transform of `torch.func`."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _copies(sources: Sources) -> tuple[tuple[int, bytes], ...]:
@@ -134,6 +140,7 @@ def _copies(sources: Sources) -> tuple[tuple[int, bytes], ...]:
     found, left = [], _COMPARED_BYTES
     for tensor in _tensors(sources):
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
+        plain = plain and not _is_wrapped(tensor)
         if not plain or tensor.layout != torch.strided or not tensor.is_contiguous():
             continue
         if 0 < tensor.nbytes <= left:

@@ -16,7 +16,7 @@ from .hooks import at_hand, has_foreign_forward, swap_class
 from .modules import ScoreBiasModule
 from .patched_attention import PatchedAttention, seal_if_loaded
 from .patched_owner import PatchedOwner, aside
-from .seals import BROKEN, Seal
+from .seals import Seal
 from .terms import ScoreBias
 from .trained_terms import dropout_problem, set_to_rest, wake
 
@@ -95,8 +95,7 @@ def patch_module(
     with at_hand([module]):
         patched = _patch(module, recipe_class, terms)
     if awaits_load:
-        patched._seal = BROKEN
-        terms.awaits_load = True
+        patched.await_load()
 
 
 def _patch(

@@ -33,7 +33,7 @@ class MonaiWindowAttention(TableWindowAttention):
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
         if mask is not None:
             bias = bias + mask[:, None]  # (nW, H, N, N)
-            q, k, v = (part.unflatten(0, (-1, len(mask))) for part in (q, k, v))
+            q, k, v = (part.unflatten(0, (-1, mask.shape[0])) for part in (q, k, v))
         only = {"extra": (Dense(bias=bias),), "without": tuple(TERM_KINDS)}
         out = self.score_bias(q, k, v, scale=self.scale, **only)
         out = out.reshape(x.shape[0], self.num_heads, n, -1).transpose(1, 2).flatten(2)

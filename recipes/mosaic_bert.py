@@ -49,9 +49,9 @@ class UnpaddedSelfAttention(PatchedAttention):
             original: Tensor = self.original_forward(*given)
             return original
         qkv = self.Wqkv(hidden_states)  # (tokens, 3 H D)
-        padded = qkv.new_zeros(len(attn_mask) * n, qkv.shape[-1])
+        padded = qkv.new_zeros(attn_mask.shape[0] * n, qkv.shape[-1])
         padded = padded.index_copy(0, indices, qkv)
-        heads = padded.view(len(attn_mask), n, 3, self.num_attention_heads, -1)
+        heads = padded.view(attn_mask.shape[0], n, 3, self.num_attention_heads, -1)
         q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)  # views, (B, H, N, D)
         scale = self.attention_head_size**-0.5
         out = self.score_bias(q, k, v, key_mask=attn_mask.bool(), scale=scale)

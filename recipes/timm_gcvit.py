@@ -45,7 +45,7 @@ class GlobalWindowAttention(PatchedAttention):
         made = self.qkv(x).reshape(windows, n, -1, self.num_heads, self.head_dim)
         *q, k, v = made.permute(2, 0, 3, 1, 4).unbind(0)  # views, (B * nW, H, N, D)
         if self.use_global and q_global is not None:
-            each, times = q_global.flatten(1, -2), windows // len(q_global)  # (B, N, C)
+            each, times = q_global.flatten(1, -2), windows // q_global.shape[0]  # (B, N, C)
             each = each.repeat_interleave(times, 0) if self.by_image else each.repeat(times, 1, 1)
             q = [each.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)]
         out = self.score_bias(q[0], k, v, scale=self.scale).transpose(1, 2).flatten(2)

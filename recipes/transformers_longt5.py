@@ -95,7 +95,7 @@ class BlockAttention(PatchedAttention):
         made = self.global_input_layer_norm(made)
         done = []
         for project, local in zip((self.k, self.v), heads, strict=True):
-            side = project(made).view(len(made), 1, -1, self.n_heads, self.key_value_proj_dim)
+            side = project(made).view(made.shape[0], 1, -1, self.n_heads, self.key_value_proj_dim)
             done.append(torch.cat([local, side.expand(-1, local.shape[1], -1, -1, -1)], dim=2))
         return done, segments
 

@@ -12,7 +12,7 @@ import torch
 from flashbias_convert import unpatch_model
 from flashbias_convert.errors import StaleTermsError
 from flashbias_convert.recipe import Description, Site
-from flashbias_convert.terms import Alibi, LowRank
+from flashbias_convert.terms import Alibi, LowRank, RelativeTable
 from tests.patching import attention, by_torch, change_table, patch, run
 from tests.support import assert_parity
 from tests.toy import BiasedAttention, describe, make_input, make_model, make_recipe
@@ -61,6 +61,16 @@ def mixed_description(site: Site) -> Description:
 MIXED = make_recipe(describe=mixed_description)
 
 
+def coded_description(site: Site) -> Description:
+    """The bias beside a table whose codes are looked at when they arrive."""
+    own, at = describe(site), torch.arange(36)
+    table = RelativeTable(table=torch.randn(2, 71), u=at, v=35 - at)
+    return Description(own.bias, 2, 36, 36, 8, exact_terms=(table,))
+
+
+CODED = make_recipe(describe=coded_description)
+
+
 @pytest.mark.parametrize(
     ("cast", "dense"),
     [
@@ -104,6 +114,31 @@ def test_a_move_to_another_device_takes_the_terms_along() -> None:
     for name, tensor in attention(model).score_bias.named_buffers():
         assert tensor.is_meta, name
     assert attention(model).score_bias.bias.device.type == "meta"
+
+
+def test_memory_that_nothing_was_written_to_awaits_a_state_dict() -> None:
+    """From the meta device there is nothing to bring along: a state dict has to follow."""
+    model = make_model()
+    patch(model, recipes=[CODED])
+    expected, state = run(model), copy.deepcopy(model.state_dict())
+    model.to("meta").to_empty(device="cpu")
+    with pytest.raises(StaleTermsError, match="have not been loaded yet"):
+        run(model)
+    with pytest.raises(StaleTermsError, match="have not been loaded yet"):
+        run(copy.deepcopy(model).double(), make_input().double())
+    model.load_state_dict(state)
+    assert torch.equal(run(model), expected)
+
+
+def test_overwritten_layouts_await_a_state_dict() -> None:
+    model = make_model()
+    patch(model, recipes=[CODED])
+    expected, state = run(model), copy.deepcopy(model.state_dict())
+    model._apply(lambda t: torch.full_like(t, 77))  # `to_empty`, where memory is full of something
+    with pytest.raises(StaleTermsError, match="have not been loaded yet"):
+        run(model)
+    model.load_state_dict(state)
+    assert torch.equal(run(model), expected)
 
 
 def test_train_and_eval_reach_the_terms() -> None:

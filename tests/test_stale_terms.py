@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flashbias_convert import (
+    patched_attention,
     unpatch_model,
 )
 from flashbias_convert.errors import StaleTermsError
@@ -185,3 +186,30 @@ def test_inference_tensors_can_be_patched() -> None:
         patch(model)
         run(model)
         assert isinstance(attention(model), PatchedAttention)
+
+
+def by_torch_func(model: ToyModel, factor: float) -> dict[str, Tensor]:
+    """Gradients by `torch.func.grad`, for parameters times a factor."""
+    given = {name: factor * p.detach() for name, p in model.named_parameters()}
+    found: dict[str, Tensor] = torch.func.grad(
+        lambda own: torch.func.functional_call(model, own, (make_input(),)).square().mean()
+    )(given)
+    return found
+
+
+def test_transforms_of_torch_func_see_what_autograd_does() -> None:
+    """Parameters have no memory of their own there; their numbers are compared all the same."""
+    model, plain = make_model(), make_model()
+    patch(model)
+    before = run(model)
+    patched_attention._warn_no_gradients.cache_clear()
+    with pytest.warns(UserWarning, match="get no gradient"):
+        found = by_torch_func(model, 1.0)
+    for name, expected in by_torch_func(plain, 1.0).items():
+        if name.endswith("table"):  # as the warning says
+            assert not found[name].any()
+        else:
+            torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-7)
+    with pytest.raises(StaleTermsError):
+        by_torch_func(model, 0.9)
+    assert torch.equal(run(model), before)  # it left nothing behind

@@ -105,11 +105,11 @@ def _shapes_problem(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) 
     return "there must be at least one key" if k[-2] == 0 else None
 
 
-def _check_scale(scale: Tensor, heads: int) -> Tensor | float:
+def _check_scale(scale: Tensor, heads: int) -> float | Tensor:
+    if torch.jit.is_tracing() and scale.dim() == 0:  # sizes, and what is made of them, are tensors
+        return float(scale)
     if scale.numel() == heads and scale.squeeze().dim() <= 1:
         return scale.reshape(heads)
-    if torch.jit.is_tracing() and scale.dim() == 0:  # sizes are tensors there: head size ** -0.5
-        return float(scale)
     raise ValueError(
         f"scale must be a number or a tensor with one entry for each of the {heads} heads, "
         f"got shape {tuple(scale.shape)}"

@@ -125,6 +125,12 @@ def transformers_class(arch: Architecture) -> tuple[type[Any], Any]:
     _require_local(args, arch.origin)
     model_type = args.get("model_type")
     own = own_class(model_type, arch.name)
+    if model_type is None:
+        raise UnknownArchitectureError(
+            f"transformers:{arch.name} alone does not say how large the model is, and "
+            "no config.json beside the weights does",
+            "put its config.json there, or pass that text: --arch-args '{\"model_type\": ...}'",
+        )
     if model_type not in transformers.CONFIG_MAPPING:
         raise UnknownArchitectureError(
             f"transformers has no model type {model_type!r} (from {arch.origin})",

@@ -51,19 +51,21 @@ def load_pretrained(
     if lacking:
         raise CheckpointError(
             f"{folder} lacks {len(lacking)} weights of {cls.__name__}, such as {lacking[0]!r}",
-            _without_head(cls, config, lacking),
+            _without_head(model, lacking),
         )
     loaded: nn.Module = model.eval()
     return loaded
 
 
-def _without_head(cls: Any, config: Any, lacking: list[str]) -> str:
+def _without_head(model: Any, lacking: list[str]) -> str:
     """What to do where only a head is missing: folders often name the class of their training."""
     import transformers
 
-    base = transformers.MODEL_MAPPING.get(type(config), None)
-    below = f"{cls.base_model_prefix}."
-    if base in (None, cls) or any(key.startswith(below) for key in lacking):
+    if not {name for name, _ in model.named_parameters()}.difference(lacking):
+        return "are these the weights of another model?"
+    base = transformers.MODEL_MAPPING.get(type(model.config), None)
+    below = f"{model.base_model_prefix}."
+    if base in (None, type(model)) or any(key.startswith(below) for key in lacking):
         return ""
     return (
         f"its weights may be those of the model without a head: --arch transformers:{base.__name__}"

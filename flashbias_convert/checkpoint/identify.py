@@ -22,7 +22,10 @@ from .read import Checkpoint
 from .signature import candidates, with_num_classes
 from .training_config import from_training
 
-_HINT = "name it with --arch timm:NAME or --arch package.module:function"
+_HINT = (
+    "name it with --arch timm:NAME or --arch package.module:function; a model of transformers "
+    "needs its config.json beside the weights"
+)
 
 
 def identify(

@@ -109,8 +109,10 @@ def _how_to_go_on(request: Request, done: Conversion) -> list[str]:
     if done.architecture == TENSORS_ALONE:
         return ["nothing was written; to convert it, say what it is: --arch"]
     if done.output is None:
+        if request.command == "convert":
+            return ["nothing was written; to convert, leave out --dry-run"]
         command = f"flashbias-convert {_quoted(request.checkpoint)}"
-        return [f"nothing was written; to convert, with the same options: {command}"]
+        return [f"nothing was written; to convert: {command}, with the same options"]
     arch = ", arch=..." if done.architecture.library == "caller" else ""
     if done.architecture.factory is not None:
         arch = f", arch={done.architecture.name.rpartition(':')[2]}"

@@ -44,7 +44,7 @@ class Alibi(Term):
 
     def sizes(self) -> list[tuple[str, int, str]]:
         found = [("pos_q", self.pos_q, "queries"), ("pos_k", self.pos_k, "keys")]
-        return [(name, int(p.shape[-1]), axis) for name, p, axis in found if p is not None]
+        return [(name, p.shape[-1], axis) for name, p, axis in found if p is not None]
 
     def distance(self, n: int, m: int, query_start: int) -> Tensor:
         """Integers pos_k[j] - pos_q[i], shape (*batch, n, m)."""

@@ -52,10 +52,10 @@ class Axial(Term):
 
     def sizes(self) -> list[tuple[str, int, str]]:
         return [
-            ("rel_h", int(self.rel_h.shape[-2]), "queries"),
-            ("rel_w", int(self.rel_w.shape[-2]), "queries"),
-            ("y", len(self.y), "keys"),
-            ("x", len(self.x), "keys"),
+            ("rel_h", self.rel_h.shape[-2], "queries"),
+            ("rel_w", self.rel_w.shape[-2], "queries"),
+            ("y", self.y.shape[0], "keys"),
+            ("x", self.x.shape[0], "keys"),
         ]
 
     def dense_term(self, n: int, m: int, query_start: int, dtype: torch.dtype) -> Tensor:

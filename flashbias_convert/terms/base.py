@@ -91,7 +91,7 @@ class Term:
         """Raise ValueError unless this term fits n queries and m keys. Reads shapes only."""
         sizes = self.sizes()
         if self.row_scale is not None and self.row_scale.shape[-1] != 1:
-            sizes.append(("row_scale", int(self.row_scale.shape[-1]), "queries"))
+            sizes.append(("row_scale", self.row_scale.shape[-1], "queries"))
         expected = {"queries": n, "keys": m}
         for name, size, axis in sizes:
             if size != expected[axis]:  # a message made before would fix the sizes of a trace

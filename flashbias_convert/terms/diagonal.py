@@ -31,7 +31,7 @@ class Diagonal(Term):
         require_shape("values", self.values, 2, "(*batch, H, N)")
 
     def sizes(self) -> list[tuple[str, int, str]]:
-        return [("values", int(self.values.shape[-1]), "queries")]
+        return [("values", self.values.shape[-1], "queries")]
 
     def dense_term(self, n: int, m: int, query_start: int, dtype: torch.dtype) -> Tensor:
         own = query_start + torch.arange(n, device=self.values.device)

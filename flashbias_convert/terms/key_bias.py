@@ -28,7 +28,7 @@ class KeyBias(Term):
         require_shape("values", self.values, 2, "(*batch, H, M)")
 
     def sizes(self) -> list[tuple[str, int, str]]:
-        return [("values", int(self.values.shape[-1]), "keys")]
+        return [("values", self.values.shape[-1], "keys")]
 
     def dense_term(self, n: int, m: int, query_start: int, dtype: torch.dtype) -> Tensor:
         return self.values.to(dtype)[..., None, :].expand(*self.values.shape[:-1], n, m)

@@ -72,8 +72,8 @@ class LowRank(Term):
 
     def sizes(self) -> list[tuple[str, int, str]]:
         return [
-            ("phi_q", int(self.phi_q.shape[-2]), "queries"),
-            ("phi_k", int(self.phi_k.shape[-2]), "keys"),
+            ("phi_q", self.phi_q.shape[-2], "queries"),
+            ("phi_k", self.phi_k.shape[-2], "keys"),
         ]
 
     def dense_term(self, n: int, m: int, query_start: int, dtype: torch.dtype) -> Tensor:

@@ -43,8 +43,8 @@ class Regions(Term):
     def sizes(self) -> list[tuple[str, int, str]]:
         keys = self.ids if self.key_ids is None else self.key_ids
         return [
-            ("ids", int(self.ids.shape[-1]), "queries"),
-            ("key_ids", int(keys.shape[-1]), "keys"),
+            ("ids", self.ids.shape[-1], "queries"),
+            ("key_ids", keys.shape[-1], "keys"),
         ]
 
     def dense_term(self, n: int, m: int, query_start: int, dtype: torch.dtype) -> Tensor:

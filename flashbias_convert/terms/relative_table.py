@@ -51,7 +51,7 @@ class RelativeTable(Term):
         )
 
     def sizes(self) -> list[tuple[str, int, str]]:
-        return [("u", len(self.u), "queries"), ("v", len(self.v), "keys")]
+        return [("u", self.u.shape[0], "queries"), ("v", self.v.shape[0], "keys")]
 
     def dense_term(self, n: int, m: int, query_start: int, dtype: torch.dtype) -> Tensor:
         index = self.u.long()[:, None] + self.v.long()[None, :]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -294,3 +295,26 @@ def test_a_folder_whose_config_names_a_head_that_its_weights_lack(tmp_path: Path
     assert isinstance(opened.model, transformers.MPNetModel)
     key = "encoder.relative_attention_bias.weight"
     assert torch.equal(opened.model.state_dict()[key], model.state_dict()[key])
+
+
+def test_the_weights_of_another_model_are_not_taken_for_one_without_a_head(
+    tmp_path: Path, swinv2_of_transformers: Path
+) -> None:
+    import transformers
+
+    config = transformers.T5Config(
+        vocab_size=30, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4
+    )
+    transformers.T5EncoderModel(config).save_pretrained(tmp_path / "m")
+    shutil.copy(swinv2_of_transformers / "model.safetensors", tmp_path / "m")
+    with pytest.raises(CheckpointError, match="of T5EncoderModel, such as") as caught:
+        open_model(tmp_path / "m")
+    assert caught.value.hint == "are these the weights of another model?"
+
+
+def test_a_class_of_transformers_alone_has_no_sizes(
+    tmp_path: Path, swinv2_of_transformers: Path
+) -> None:
+    shutil.copy(swinv2_of_transformers / "model.safetensors", tmp_path)
+    with pytest.raises(UnknownArchitectureError, match=r"how large the model is.* no config\.json"):
+        open_model(tmp_path, arch="transformers:Swinv2Model")

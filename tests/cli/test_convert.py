@@ -132,12 +132,17 @@ def test_include_and_exclude_choose_sites(cli: Cli, tmp_path: Path) -> None:
     assert "1 of 3 sites would be converted, 2 left alone" in shown
 
 
-@pytest.mark.parametrize("how", [["inspect"], ["convert", "--dry-run"]])
-def test_a_dry_run_writes_nothing(cli: Cli, tmp_path: Path, how: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("how", "then"),
+    [(["inspect"], "with the same options"), (["convert", "--dry-run"], "leave out --dry-run")],
+)
+def test_a_dry_run_writes_nothing(cli: Cli, tmp_path: Path, how: list[str], then: str) -> None:
+    """And says how to go on: without these options the file would not be understood."""
     path = write_tiny(tmp_path / "x.safetensors")
     done = cli(*how, path, *ARCH)
     assert done.code == 0
     assert "3 of 3 sites would be converted" in done.out and "nothing was written" in done.out
+    assert then in done.out
     assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
 
 

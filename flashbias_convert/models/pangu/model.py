@@ -182,7 +182,7 @@ def _joined(
         )
     if constants is None:
         return fields
-    return torch.cat([fields, constants.expand(len(fields), *found)], 1)
+    return torch.cat([fields, constants.expand(fields.shape[0], *found)], 1)
 
 
 def _check(**counts: int) -> None:

@@ -26,7 +26,7 @@ def cut(fields: Tensor, patch_size: Size3) -> Tensor:
     (z, h, w), (pz, ph, pw) = patches(shape, patch_size), patch_size
     missing = (w * pw - shape[2], h * ph - shape[1], z * pz - shape[0])
     fields = F.pad(fields, (0, missing[0], 0, missing[1], 0, missing[2]))
-    fields = fields.reshape(len(fields), -1, z, pz, h, ph, w, pw)
+    fields = fields.reshape(fields.shape[0], -1, z, pz, h, ph, w, pw)
     return fields.permute(0, 1, 3, 5, 7, 2, 4, 6).flatten(1, 4)
 
 
@@ -34,8 +34,8 @@ def paste(cells: Tensor, patch_size: Size3, shape: Size3) -> Tensor:
     """Inverse of `cut`: (B, V * cells of a patch, Z, H, W) as fields (B, V, *shape)."""
     z, h, w = cells.shape[2:]
     pz, ph, pw = patch_size
-    cells = cells.reshape(len(cells), -1, pz, ph, pw, z, h, w).permute(0, 1, 5, 2, 6, 3, 7, 4)
-    fields = cells.reshape(len(cells), -1, z * pz, h * ph, w * pw)
+    cells = cells.reshape(cells.shape[0], -1, pz, ph, pw, z, h, w).permute(0, 1, 5, 2, 6, 3, 7, 4)
+    fields = cells.reshape(cells.shape[0], -1, z * pz, h * ph, w * pw)
     return fields[:, :, : shape[0], : shape[1], : shape[2]]
 
 
