@@ -4,8 +4,9 @@ python scripts/sanitize_kernel.py [--tools memcheck racecheck] [--backward] [--r
                                   [--output FILE.json]
 
 The script starts itself under each tool, in several processes; every kind of bias of the
-operator's tests is computed once in fp16, bf16 and fp32, at sizes that no block divides. A tool
-slows a kernel down a hundred times, so the sizes are small. The file is written after every tool;
+operator's tests is computed once in fp16, bf16 and fp32, at sizes that no block divides, and some
+with launch settings that have two tiles a step, or two entries of the batch a program. A tool slows
+a kernel down a hundred times, so the sizes are small. The file is written after every tool;
 --resume keeps the runs of as many calls on the same card and version of torch that came to their
 end. Exit code 1 if a tool found something or could not run.
 """
@@ -13,6 +14,7 @@ end. Exit code 1 if a tool found something or could not run.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -32,16 +34,22 @@ SIZES = ((40, 16), (150, 32), (150, 64))
 DTYPES = ("float16", "bfloat16", "float32")
 #: processes at a time: most of the time goes to compiling
 PARTS = 12
+#: kinds of bias that are computed with two tiles a step, and with two entries a program
+TWO_TILES, TWO_ENTRIES = ("none", "low_rank", "relative_table", "dense", "all"), ("dense",)
 #: of a part that had no time left
 NOT_DONE = "not done in"
 
 
-def cases() -> list[tuple[int, int, str, str]]:
-    """Sizes N and D, dtype and kind of bias of every call."""
+def cases() -> list[tuple[int, int, str, str, dict[str, int]]]:
+    """Sizes N and D, dtype, kind of bias and unusual launch settings of every call."""
     sys.path.insert(0, str(ROOT))
     from tests.attention.cases import BIASES
 
-    return [(n, d, dtype, name) for n, d in SIZES for dtype in DTYPES for name in BIASES]
+    n, d = SIZES[1]
+    usual = [(n, d, dtype, name, {}) for n, d in SIZES for dtype in DTYPES for name in BIASES]
+    tiles = [(n, d, dtype, name, {"tiles": 2}) for dtype in DTYPES for name in TWO_TILES]
+    entries = [(n, d, dtype, name, {"entries": 2}) for dtype in DTYPES[:2] for name in TWO_ENTRIES]
+    return [*usual, *tiles, *entries]
 
 
 def compute(part: int, backward: bool) -> int:
@@ -49,13 +57,16 @@ def compute(part: int, backward: bool) -> int:
     import torch
 
     own = cases()[part::PARTS]
-    from flashbias_convert.attention import flashbias_attention
+    from flashbias_convert.attention import flashbias_attention, launch
+    from flashbias_convert.attention.tuning import LaunchSettings
     from tests.attention.cases import BIASES, Inputs
 
-    for n, d, dtype, name in own:
+    for n, d, dtype, name, settings in own:
         inputs = Inputs(torch.device("cuda"), getattr(torch, dtype), n=n, d=d)
         qkv = [x.requires_grad_(backward) for x in (inputs.q, inputs.k, inputs.v)]
-        out = flashbias_attention(*qkv, BIASES[name](inputs), backend="triton")
+        forced = launch.forced(LaunchSettings(32, 32, 4, 2, **settings))
+        with forced if settings else contextlib.nullcontext():
+            out = flashbias_attention(*qkv, BIASES[name](inputs), backend="triton")
         if backward:
             out.sum().backward()
         torch.cuda.synchronize()

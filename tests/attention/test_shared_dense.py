@@ -15,14 +15,23 @@ from flashbias_convert.attention import flashbias_attention, launch
 from flashbias_convert.attention.tuning import LaunchSettings
 
 from .cases import Inputs
+from .conftest import HAS_GPU
 from .test_padding import mask_of
 from .test_values import check
 
-SETTINGS = LaunchSettings(32, 16, 4, 2, entries=2)
+SMALL = LaunchSettings(32, 16, 4, 2, entries=2)
+#: with wide products of the tensor cores, which the interpreter does not know
+WIDE = (LaunchSettings(64, 32, 4, 3, 168, entries=2), LaunchSettings(128, 32, 8, 3, 128, entries=2))
+
+
+@pytest.fixture(params=[SMALL, *WIDE] if HAS_GPU else [SMALL], ids=lambda s: f"{s.block_m}-rows")
+def settings(request: pytest.FixtureRequest) -> LaunchSettings:
+    found: LaunchSettings = request.param
+    return found
 
 
 @pytest.fixture(autouse=True)
-def shared(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def shared(settings: LaunchSettings, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Lets all calls share; says of every plan whether it does."""
     pytest.importorskip("triton")
     found: list[bool] = []
@@ -32,7 +41,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         found.append(is_shared(*args))
         return found[-1]
 
-    monkeypatch.setattr(launch, "settings_for", lambda *_: SETTINGS)
+    monkeypatch.setattr(launch, "settings_for", lambda *_: settings)
     monkeypatch.setattr(launch, "is_shared", told)
     monkeypatch.setattr(launch, "_PLANS", {})
     return found
@@ -196,8 +205,10 @@ def test_training_shares_nothing(
     assert shared and not any(shared)
 
 
-def test_a_program_has_two_entries(half: torch.dtype, kernel: str, device: torch.device) -> None:
-    """Half as many programs as without, rounded up."""
+def test_a_program_has_two_entries(
+    settings: LaunchSettings, half: torch.dtype, kernel: str, device: torch.device
+) -> None:
+    """Half as many programs as without."""
     x = Inputs(device, half, batch=(2, 5), n=40, m=48)
     bias, grids = dense(x), []
     plan = launch.LaunchPlan
@@ -207,7 +218,8 @@ def test_a_program_has_two_entries(half: torch.dtype, kernel: str, device: torch
         return plan(*args, **kwargs)
 
     for entries in (1, 2):
-        own = dataclasses.replace(SETTINGS, entries=entries)
+        own = dataclasses.replace(settings, entries=entries)
         with mock.patch.object(launch, "LaunchPlan", made), launch.forced(own):
             flashbias_attention(x.q, x.k, x.v, bias, backend=kernel)
-    assert grids == [2 * 2 * 2 * 5, 2 * 2 * 5]
+    blocks = -(-40 // settings.block_m)
+    assert grids == [blocks * 2 * 10, blocks * 2 * 5]  # the batch is one dimension of 10
