@@ -130,9 +130,10 @@ class GroupCall:
             return _FORCED[kernel]
         if _SMALLER and (found := _SMALLER.get(self._launch(kernel, wanted))):
             return found
-        _, m, d, dv = self.sizes()
+        n, m, d, dv = self.sizes()
+        rows = n if kernel == "queries" else m
         return backward_settings(
-            kernel, m=m, d=padded(d), dv=padded(dv), columns=self.spec.columns, half=self.half(),
+            kernel, rows=rows, d=padded(d), dv=padded(dv), columns=self.spec.columns, half=self.half(),
             added=ADDED.intersection(self.tensors),
         )  # fmt: skip
 

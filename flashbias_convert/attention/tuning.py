@@ -145,7 +145,7 @@ def _narrow_heads(shape: LaunchShape, width: int) -> LaunchSettings:
 def backward_settings(
     kernel: str,
     *,
-    m: int,
+    rows: int,
     d: int,
     dv: int,
     columns: int,
@@ -158,7 +158,7 @@ def backward_settings(
         kernel: "queries" (a block of queries walks the keys), "keys" (the other way round), "all"
             (the same with atomics for what belongs to queries) or "pairs" (one tile walks the
             batch).
-        m: number of keys.
+        rows: that programs share out: number of queries for "queries", else of keys.
         d, dv: head sizes, padded to powers of two.
         columns: padded number of factor columns.
         half: fp16 or bf16 inputs.
@@ -166,10 +166,10 @@ def backward_settings(
     """
     width = max(d, dv)
     if not half:
-        rows = 16 if width > 64 or kernel == "all" else 32
-        return LaunchSettings(rows, 16 if width > 64 else 32, 4, 1)
+        block = 16 if width > 64 or kernel == "all" else 32
+        return LaunchSettings(block, 16 if width > 64 else 32, 4, 1)
     if kernel == "all":
-        return _all_gradients(m, width, columns)
+        return _all_gradients(rows, width, columns)
     if width > 128 or columns > 64:
         return LaunchSettings(32, 32, 4, 1)
     # Where three tiles are under way, a tile is read while the one before it is worked on; with two
@@ -177,7 +177,7 @@ def backward_settings(
     if width <= 64 and columns <= 32:
         # Twice the rows, or keys, of a program halve what all of them read, which is what heads of
         # 64 wait for: by the compiler's numbers, not measured.
-        if width > 32 and columns <= 16 and m >= 512 and not added and not _few_rows(m):
+        if width > 32 and columns <= 16 and rows >= 512 and not added and not _few_rows(rows):
             if kernel == "queries" and not columns:
                 return LaunchSettings(128, 64, 8, 3, 128)
             if kernel == "keys":
@@ -192,7 +192,7 @@ def backward_settings(
     return LaunchSettings(64, 32, 4, 3)
 
 
-def _all_gradients(m: int, width: int, columns: int) -> LaunchSettings:
+def _all_gradients(rows: int, width: int, columns: int) -> LaunchSettings:
     """For the walk with atomics, which holds the gradients of keys and a share of those of queries.
 
     Read off what the compiler says of registers; not measured.
@@ -206,4 +206,4 @@ def _all_gradients(m: int, width: int, columns: int) -> LaunchSettings:
     if columns > (32 if width <= 32 else 16):
         return LaunchSettings(32, 64, 4, 3)
     # twice the keys per program halve what is added to memory, unless the last block is half empty
-    return LaunchSettings(64, 64, 4, 3) if _few_rows(m) else LaunchSettings(64, 128, 8, 3)
+    return LaunchSettings(64, 64, 4, 3) if _few_rows(rows) else LaunchSettings(64, 128, 8, 3)

@@ -137,7 +137,7 @@ def test_backward_kernels_compile(name: str, tmp_path: Path) -> None:
 
 def test_settings_can_be_forced() -> None:
     settings = LaunchSettings(32, 64, 4, 1)
-    assert settings != backward_settings("keys", m=64, d=32, dv=32, columns=0, half=True)
+    assert settings != backward_settings("keys", rows=64, d=32, dv=32, columns=0, half=True)
     with backward_launch.forced("keys", settings):
         compiled = Variant(BF16, 64, 32).compile()
     blocks = {
