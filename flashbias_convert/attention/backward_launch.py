@@ -133,8 +133,8 @@ class GroupCall:
         n, m, d, dv = self.sizes()
         rows = n if kernel == "queries" else m
         return backward_settings(
-            kernel, rows=rows, d=padded(d), dv=padded(dv), columns=self.spec.columns, half=self.half(),
-            added=ADDED.intersection(self.tensors),
+            kernel, rows=rows, d=padded(d), dv=padded(dv), columns=self.spec.columns,
+            half=self.half(), added=ADDED.intersection(self.tensors),
         )  # fmt: skip
 
     def _launch(self, kernel: str, wanted: Collection[str]) -> Hashable:

@@ -103,7 +103,8 @@ def test_causal_tiles(
 @pytest.mark.parametrize("rank", [0, 2])
 def test_tall_blocks(rank: int, causal: bool, kernel: str, device: torch.device) -> None:
     """Heads of 64 in sequences that are long enough; the last blocks are not full."""
-    sizes = {name: backward_settings(name, rows=530, d=64, dv=64, columns=16 * bool(rank), half=True)
+    columns = 16 * bool(rank)
+    sizes = {name: backward_settings(name, rows=530, d=64, dv=64, columns=columns, half=True)
              for name in ("queries", "keys")}  # fmt: skip
     assert sizes["keys"].block_n == 128 and sizes["queries"].block_m == (64 if rank else 128)
     x = Inputs(device, torch.float16, batch=(1,), heads=1, n=530, d=64)
