@@ -97,40 +97,64 @@ def test_what_still_runs_when_the_time_is_up_is_ended(tmp_path: Path) -> None:
 
 def test_a_signal_ends_everything(tmp_path: Path) -> None:
     """Also what was stopped because another one measured."""
-    waits = "import pathlib, time; pathlib.Path({!r}).touch(); time.sleep(60)"
-    measures = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); from turns import alone\n"
-    measures += "with alone():\n    " + waits.format(str(tmp_path / "measures"))
-    for name, source in (("one", waits.format(str(tmp_path / "waits"))), ("two", measures)):
+    waits = f"""
+import pathlib, time
+pathlib.Path({str(tmp_path / "waits")!r}).touch()
+time.sleep(600)
+"""
+    measures = f"""
+import pathlib, sys, time
+sys.path.insert(0, {str(SCRIPTS)!r})
+from turns import alone
+while not pathlib.Path({str(tmp_path / "waits")!r}).exists():  # a stopped one would never begin
+    time.sleep(0.01)
+with alone():
+    pathlib.Path({str(tmp_path / "measures")!r}).touch()
+    time.sleep(600)
+"""
+    for name, source in (("one", waits), ("two", measures)):
         (tmp_path / f"{name}.py").write_text(source)
     commands = [f"{sys.executable} {tmp_path}/{name}.py" for name in ("one", "two")]
     beside = subprocess.Popen([sys.executable, SCRIPTS / "beside.py", *commands], cwd=tmp_path)
-    ends = time.monotonic() + 60
-    while not (tmp_path / "measures").exists() or not (tmp_path / "waits").exists():
+    ends = time.monotonic() + LONG_S
+    while not (tmp_path / "measures").exists():
         assert time.monotonic() < ends
         time.sleep(0.05)
     below = psutil.Process(beside.pid).children(recursive=True)
     assert len(below) >= 2
     beside.send_signal(signal.SIGTERM)
-    assert beside.wait(30) != 0
-    _, left = psutil.wait_procs(below, timeout=10)
+    assert beside.wait(LONG_S) != 0
+    _, left = psutil.wait_procs(below, timeout=LONG_S)
     assert left == []
 
 
 def test_a_forked_process_does_not_keep_the_machine(tmp_path: Path) -> None:
+    """It lives until everything else has ended, which does not wait for it."""
     source = f"""
-import os, sys, time
+import os, pathlib, sys, time
 sys.path.insert(0, {str(SCRIPTS)!r})
 from turns import alone
 with alone():
     if os.fork() == 0:
-        time.sleep(20)
+        ends = time.monotonic() + 10 * {LONG_S}
+        while not pathlib.Path({str(tmp_path / "over")!r}).exists() and time.monotonic() < ends:
+            time.sleep(0.01)
+        pathlib.Path({str(tmp_path / "ended")!r}).touch()
         os._exit(0)
-time.sleep(0.5)
+pathlib.Path({str(tmp_path / "measured")!r}).touch()
 os._exit(0)
 """
-    (tmp_path / "job.py").write_text(source)
-    counts = f"{sys.executable} -c 'import time; time.sleep(0.1)'"
-    started = time.monotonic()
-    commands = run([f"{sys.executable} {tmp_path}/job.py", counts], tmp_path / "logs", 0)
+    waits = f"""
+import pathlib, time
+while not pathlib.Path({str(tmp_path / "measured")!r}).exists():
+    time.sleep(0.01)
+"""
+    for name, text in (("job", source), ("waits", waits)):
+        (tmp_path / f"{name}.py").write_text(text)
+    both = [f"{sys.executable} {tmp_path}/{name}.py" for name in ("job", "waits")]
+    try:
+        commands = run(both, tmp_path / "logs", 0)
+        assert not (tmp_path / "ended").exists()
+    finally:
+        (tmp_path / "over").touch()
     assert [command.process.returncode for command in commands] == [0, 0]
-    assert time.monotonic() - started < 15
