@@ -77,7 +77,7 @@ def work(
     return Work(
         exponentials=pairs,
         products=2.0 * pairs * least * width,
-        cached=blocks * width * HALF + pairs * HALF * dense,
+        cached=blocks * width * HALF + pairs * HALF * dense / settings.entries,
         memory=tensor_bytes,
     )
 

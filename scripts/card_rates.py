@@ -1,8 +1,8 @@
 """How fast this card does what attention consists of, one thing at a time.
 
 Each is measured by a kernel that does little else: exponentials of numbers in registers, products
-of tiles that lie on the chip, reads of a buffer that fits the second-level cache, and copies of one
-that does not.
+of tiles that lie on the chip or of large matrices, reads of a buffer that fits the second-level
+cache, and reads or copies of one that does not, whichever is faster.
 """
 
 # mypy: ignore-errors
@@ -21,7 +21,9 @@ STEPS = 512
 #: bytes that are read again and again
 CACHED = 16 * 2**20
 COPIED = 2 * 2**30
-TILE = 64
+BLOCK_BYTES = 16 * 2**10
+#: rows and columns of small and of large matrices
+TILE, LARGE = 64, 8192
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Rates:
         exponentials: fp32 powers of two per second.
         products: bf16 floating-point operations per second, multiplications and additions.
         cached: bytes read from the second-level cache per second.
-        memory: bytes read or written per second, a copy counting twice.
+        memory: bytes read per second, or read and written by a copy.
     """
 
     exponentials: float
@@ -65,12 +67,12 @@ def products_kernel(left, right, out, STEPS: tl.constexpr, ROWS: tl.constexpr, S
 
 
 @triton.jit
-def reads_kernel(numbers, out, SIZE, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+def reads_kernel(numbers, out, SIZE, steps, BLOCK: tl.constexpr):
     """Exclusive or of blocks of int32 that lie apart; past the first-level cache."""
     near = tl.arange(0, BLOCK)
     found = tl.zeros([BLOCK], tl.int32)
     blocks = SIZE // BLOCK
-    for s in range(STEPS):
+    for s in range(steps):
         block = (tl.program_id(0) + s * tl.num_programs(0)) % blocks
         found ^= tl.load(numbers + block * BLOCK + near, cache_modifier=".cg")
     tl.store(out + tl.program_id(0) * BLOCK + near, found)
@@ -79,13 +81,24 @@ def reads_kernel(numbers, out, SIZE, STEPS: tl.constexpr, BLOCK: tl.constexpr):
 def measure(device: torch.device) -> Rates:
     """Measure a card: about a second."""
     programs = PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
+    large = torch.zeros(COPIED // 4, device=device, dtype=torch.int32)
+    small, ones = (
+        large[: CACHED // 4],
+        torch.ones(LARGE, LARGE, device=device, dtype=torch.bfloat16),
+    )
+    once = COPIED // (programs * BLOCK_BYTES)  # blocks of each program, so that all are read once
+    tiles = programs * STEPS * 2 * 2 * TILE * TILE * TILE
     return Rates(
         exponentials=_rate(lambda: exponentials(programs, device), programs * STEPS * 4096),
-        products=_rate(
-            lambda: products(programs, device), programs * STEPS * 2 * 2 * TILE * TILE * TILE
+        products=max(
+            _rate(lambda: products(ones, programs), tiles),
+            _rate(lambda: ones @ ones, 2 * LARGE**3),
         ),
-        cached=_rate(lambda: reads(programs, device), programs * STEPS * 4096 * 4),
-        memory=_rate(_copy(device), 2 * COPIED),
+        cached=_rate(lambda: reads(small, programs, STEPS), programs * STEPS * BLOCK_BYTES),
+        memory=max(
+            _rate(lambda: reads(large, programs, once), programs * once * BLOCK_BYTES),
+            _rate(lambda: large[: len(large) // 2].copy_(large[len(large) // 2 :]), COPIED),
+        ),
     )
 
 
@@ -96,26 +109,19 @@ def exponentials(programs: int, device: torch.device) -> torch.Tensor:
     return out
 
 
-def products(programs: int, device: torch.device) -> torch.Tensor:
-    """`STEPS` products of (128, 64) and (64, 64) for each program, added up."""
-    ones = torch.ones(2 * TILE, TILE, device=device, dtype=torch.bfloat16)
-    out = torch.empty(programs * 2 * TILE, TILE, device=device)
-    products_kernel[(programs,)](ones, ones, out, STEPS, 2 * TILE, TILE, num_warps=8)
+def products(numbers: torch.Tensor, programs: int) -> torch.Tensor:
+    """`STEPS` products of (128, 64) and (64, 64) for each program, of the first numbers, added."""
+    out = torch.empty(programs * 2 * TILE, TILE, device=numbers.device)
+    products_kernel[(programs,)](numbers, numbers, out, STEPS, 2 * TILE, TILE, num_warps=8)
     return out
 
 
-def reads(programs: int, device: torch.device) -> torch.Tensor:
-    """`STEPS` blocks of 16 KiB for each program."""
-    numbers = torch.ones(CACHED // 4, device=device, dtype=torch.int32)
-    out = torch.empty(programs * 4096, device=device, dtype=torch.int32)
-    reads_kernel[(programs,)](numbers, out, numbers.numel(), STEPS, 4096, num_warps=8)
+def reads(numbers: torch.Tensor, programs: int, steps: int) -> torch.Tensor:
+    """So many blocks of 16 KiB of int32 for each program, from the first one on again and again."""
+    block = BLOCK_BYTES // 4
+    out = torch.empty(programs * block, device=numbers.device, dtype=torch.int32)
+    reads_kernel[(programs,)](numbers, out, numbers.numel(), steps, block, num_warps=8)
     return out
-
-
-def _copy(device: torch.device) -> Callable[[], torch.Tensor]:
-    source = torch.empty(COPIED, device=device, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    return lambda: target.copy_(source)
 
 
 def _rate(call: Callable[[], object], count: int) -> float:

@@ -40,10 +40,9 @@ def begin(path: Path, columns: Sequence[str], *, resume: bool) -> list[Row]:
     Raises:
         SystemExit: it has columns of another table.
     """
-    if resume and path.is_file():
-        return _checked(path, columns)
-    write(path, columns, [])
-    return []
+    rows = _checked(path, columns) if resume and path.is_file() else []
+    write(path, columns, rows)  # with these columns, and without a last line that was cut
+    return rows
 
 
 def append(path: Path, columns: Sequence[str], row: Mapping[str, Any]) -> None:
@@ -59,6 +58,8 @@ def key_of(row: Mapping[str, Any], names: Sequence[str]) -> tuple[str, ...]:
 
 def _checked(path: Path, columns: Sequence[str]) -> list[Row]:
     rows = read(path)
+    if rows and not path.read_bytes().endswith(b"\n"):
+        rows.pop()  # whoever wrote it was ended meanwhile
     if other := [name for name in (rows[0] if rows else ()) if name not in columns]:
         raise SystemExit(f"{path} has columns of another table ({other[0]}): name another file")
     return rows

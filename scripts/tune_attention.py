@@ -27,6 +27,7 @@ from row_file import RowFile
 from turns import alone
 
 from flashbias_convert.attention import PreparedBias, flashbias_attention, launch
+from flashbias_convert.attention.shared_dense import WIDEST
 from flashbias_convert.attention.tuning import LaunchSettings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,7 +68,7 @@ def two_tiles(name: str) -> list[LaunchSettings]:
     shape = ALL[name]
     some = min(size for size in TWO_TILES if size >= shape.d)
     found = [(*each, 1) for each in TWO_TILES[some]]
-    if shape.bias is dense and max(shape.batch) > 1:
+    if shape.bias is dense and max(shape.batch) > 1 and shape.d <= WIDEST and not shape.options:
         found += [(*each, 1, 2) for each in TWO_ENTRIES]
     return [present(name)] + [
         LaunchSettings(m, n, warps, depth, *others)

@@ -106,10 +106,10 @@ def _shapes_problem(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) 
 
 
 def _check_scale(scale: Tensor, heads: int) -> float | Tensor:
-    if torch.jit.is_tracing() and scale.dim() == 0:  # sizes, and what is made of them, are tensors
-        return float(scale)
     if scale.numel() == heads and scale.squeeze().dim() <= 1:
         return scale.reshape(heads)
+    if torch.jit.is_tracing() and scale.dim() == 0 and not scale.requires_grad:
+        return float(scale)  # sizes, and what is made of them, are tensors there
     raise ValueError(
         f"scale must be a number or a tensor with one entry for each of the {heads} heads, "
         f"got shape {tuple(scale.shape)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -22,6 +22,7 @@ from .shared_dense import programs as shared_programs
 from .strides import (
     MAX_BATCH_DIMS,
     TAILS,
+    VECTOR_BYTES,
     VECTORS,
     batch_entry,
     batch_strides,
@@ -39,6 +40,8 @@ TILED = ("q", "k", "v", "phi_k", "dense", "lookup_code")
 #: plans and their settings; None: more batch dimensions than the kernel walks
 _PLANS: dict[Hashable, tuple[LaunchPlan | PartedPlan, LaunchSettings] | None] = {}
 _UNKNOWN: Any = object()
+#: stands in the keys of plans with smaller settings than those of their shape, see `room`
+_SMALLER = "smaller"
 
 #: what `observed` set: called with the group, its tensors and the options of every launch
 _observer: Callable[[GroupSpec, Mapping[str, Tensor], dict[str, Any]], None] | None = None
@@ -128,6 +131,8 @@ def launch(
             plans.clear()
         settings = _forced or settings_for(device, shape_of(spec, tensors))
         plan = plans[key] = _plan(spec, tensors, settings, causal, cosine, bounded, plain_scale)
+    if _SMALLER in plans and plan is not None:
+        plan = plans.get((_SMALLER, *key, *_alignment(given)), plan)
     while plan is not None:
         try:
             plan[0].run(device, given, (scale, query_start))
@@ -136,7 +141,8 @@ def launch(
             smaller = None if _forced or not lacks_room(problem) else plan[1].smaller()
             if smaller is None:
                 raise
-        plan = plans[key] = _plan(spec, tensors, smaller, causal, cosine, bounded, plain_scale)
+        plan = _plan(spec, tensors, smaller, causal, cosine, bounded, plain_scale)
+        plans[_SMALLER], plans[(_SMALLER, *key, *_alignment(given))] = None, plan
     dims = tensors["q"].dim() - 3
     for i in range(tensors["q"].shape[0]):
         launch(
@@ -148,6 +154,11 @@ def launch(
             cosine=cosine,
             bounded=bounded,
         )
+
+
+def _alignment(tensors: Iterable[Tensor]) -> tuple[bool, ...]:
+    """What the room that a kernel takes depends on, beside its plan."""
+    return tuple([t.data_ptr() % VECTOR_BYTES == 0 for t in tensors])
 
 
 def _plan(

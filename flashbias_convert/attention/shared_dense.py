@@ -26,7 +26,7 @@ def is_shared(spec: GroupSpec, tensors: Mapping[str, Tensor], values: Mapping[st
     if spec.heads is not None or spec.tensors != ("dense",) or not _KNOWN.issuperset(tensors):
         return False
     flags = {name: values[name] for name in ("NATURAL", "CAUSAL", "COSINE", "BOUNDED")}
-    if any(flags.values()) or not values["PLAIN_SCALE"]:
+    if any(flags.values()) or not values["PLAIN_SCALE"] or values["parts"] is not None:
         return False
     if max(values["D"], values["DV"]) > WIDEST or values["N"] <= MOST_QUERIES:
         return False

@@ -221,15 +221,23 @@ def shared_dense_kernel(
                     x_1 = tl.where(in_keys[None, :], x_1, float("-inf"))
                 if MASKED and PASS != INSIDE:
                     safe_k = tl.minimum(offs_k, M - 1).to(tl.int64) * key_mask_strides[3]
-                    x_0 = tl.where((tl.load(mask_0 + safe_k) != 0)[None, :], x_0, float("-inf"))
-                    x_1 = tl.where((tl.load(mask_1 + safe_k) != 0)[None, :], x_1, float("-inf"))
+                    visible_0, visible_1 = (
+                        tl.load(mask_0 + safe_k) != 0,
+                        tl.load(mask_1 + safe_k) != 0,
+                    )
+                    x_0 = tl.where(visible_0[None, :], x_0, float("-inf"))
+                    x_1 = tl.where(visible_1[None, :], x_1, float("-inf"))
                 in_columns = offs_dv[None, :] < DV
                 step = far * v_strides[4]
                 v = _tile(v_0 + step, in_keys[:, None], in_columns, PASS == EDGES, DV < BLOCK_DV)
+                if MASKED and PASS != INSIDE:  # what is read for the other entry may be anything
+                    v = tl.where(visible_0[:, None], v, 0.0)
                 top_0, total_0, acc_0 = _attend(
                     x_0, v, top_0, total_0, acc_0, to_exp2, PASS == EDGES
                 )
                 v = _tile(v_1 + step, in_keys[:, None], in_columns, PASS == EDGES, DV < BLOCK_DV)
+                if MASKED and PASS != INSIDE:
+                    v = tl.where(visible_1[:, None], v, 0.0)
                 top_1, total_1, acc_1 = _attend(
                     x_1, v, top_1, total_1, acc_1, to_exp2, PASS == EDGES
                 )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..attention import launch
+from ..attention.room import lacks_room
 from ..attention.tuning import LaunchSettings, LaunchShape
 from .candidates import candidates
 from .record import Launch
@@ -70,8 +71,36 @@ def tune_launches(
             done += 1
             if progress is not None:
                 progress(done, total, f"{each.shape.n} x {each.shape.d}")
-        found.append(_best(each.shape, settings[0], times, failed))
+        usual = _usual(each, settings[0], times, failed, clock or _on_card)
+        found.append(_best(each.shape, usual, times, failed))
     return found
+
+
+def _usual(
+    each: Launch,
+    rule: LaunchSettings,
+    times: dict[LaunchSettings, float],
+    failed: dict[LaunchSettings, str],
+    clock: Clock,
+) -> LaunchSettings:
+    """What a call is launched with here, which is measured: the rule's settings, or the first
+    smaller ones that the card has room for.
+
+    Raises:
+        Exception: none of them run.
+    """
+    while rule not in times:
+        try:
+            times[rule] = _time(each, rule, clock)
+            failed.pop(rule, None)
+        except Exception as problem:
+            smaller = rule.smaller() if lacks_room(problem) else None
+            if smaller is None:
+                raise RuntimeError(
+                    f"the kernel does not run on this card: {str(problem).splitlines()[0][:200]}"
+                ) from problem
+            rule = smaller
+    return rule
 
 
 def _time(each: Launch, settings: LaunchSettings, clock: Clock) -> float:
@@ -85,8 +114,6 @@ def _best(
     times: dict[LaunchSettings, float],
     failed: dict[LaunchSettings, str],
 ) -> Tuned:
-    if rule not in times:
-        raise RuntimeError(f"the kernel does not run on this card: {failed[rule]}")
     best = min(times, key=lambda s: times[s])
     if times[best] > WORTHWHILE * times[rule]:
         best = rule

@@ -117,7 +117,10 @@ class Table:
         self._mark = path.with_suffix(MARK)
         self._tried: tuple[str, ...] | None = None
         if self._mark.is_file():
-            (row,) = csv.DictReader(self._mark.read_text().splitlines())
+            row = next(csv.DictReader(self._mark.read_text().splitlines()), None)
+            if row is None:  # ended while it was written
+                self._mark.unlink()
+                return
             if resume and row["status"] != SECOND:
                 self._tried = _key(row)  # whoever ends a run ends some row, which may be sound
                 return

@@ -76,7 +76,8 @@ class _AbsentCard:
         return GPUTarget("cuda", self.card.capability, 32)
 
     def get_current_device(self) -> str:
-        return "absent"  # kernels are cached by device, and a real card has a number
+        # kernels are cached by device, and a real card has a number
+        return f"absent {self.card.capability}"
 
     def get_current_stream(self, device: str) -> int:
         return 0

@@ -129,3 +129,24 @@ def test_fp64_needs_no_warning(recwarn: pytest.WarningsRecorder) -> None:
     q, k, v = qkv((1, 1, 3, 8), (1, 1, 3, 8), (1, 1, 3, 8), dtype=torch.float64)
     assert flashbias_attention(q, k, v).dtype == torch.float64
     assert not [w for w in recwarn if issubclass(w.category, BackendFallbackWarning)]
+
+
+def test_a_learnt_scale_of_one_head_stays_one_in_a_trace() -> None:
+    """What a trace has for numbers, tensors without dimensions, must not swallow parameters."""
+
+    class Attend(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.tensor(0.1))
+
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            return flashbias_attention(q, q, q, scale=self.scale, backend="sdpa")
+
+    q = torch.randn(1, 1, 6, 8)
+    model = Attend()
+    traced = torch.jit.trace(model, q)
+    assert traced(q).requires_grad
+    before = traced(q)
+    with torch.no_grad():
+        traced.scale.fill_(5.0)
+    assert not torch.allclose(traced(q), before)

@@ -179,8 +179,8 @@ def test_two_entries_share_tiles_in_registers(options: tuple[str, ...], tmp_path
     assert compiled.name == "shared_dense_kernel"
     assert compiled.shared < HOPPER_SHARED_BYTES / 3
     assert compiled.spills_in_loops(tmp_path) == 0
-    waits, parts = max(compiled.waits_in_loops(tmp_path), key=lambda found: found[1])
-    assert parts == 8 and waits == 2  # one for each product of queries and keys
+    # one for each product of queries and keys, where nothing is masked
+    assert min(found for found in compiled.waits_in_loops(tmp_path) if found[1]) == (2, 8)
 
 
 def test_heads_with_other_terms_are_compiled_apart() -> None:

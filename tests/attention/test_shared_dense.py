@@ -113,14 +113,16 @@ def test_holes(half: torch.dtype, kernel: str, device: torch.device, shared: lis
 def test_a_hidden_key_may_hold_anything(
     half: torch.dtype, kernel: str, device: torch.device
 ) -> None:
-    """Padding is not read, also where one entry of the two sees nothing at all."""
-    x = Inputs(device, half, batch=(3,), n=40, m=96)
-    mask = mask_of([(0, 48), (0, 48), (0, 0)], x.m, device)
+    """Padding takes no part, also where the other entry sees less, more, or nothing at all."""
+    ranges = [(0, 48), (0, 48), (0, 96), (0, 40), (20, 90), (30, 96), (0, 0), (0, 33), (0, 0)]
+    x = Inputs(device, half, batch=(len(ranges),), n=40, m=96)
+    mask = mask_of(ranges, x.m, device)
     bias = dense(x)
     expected = flashbias_attention(x.q, x.k, x.v, bias, key_mask=mask, backend=kernel)
-    x.k[..., 48:, :], x.v[..., 48:, :] = float("nan"), float("nan")
+    for hidden in (x.k, x.v):
+        hidden.masked_fill_(~mask[:, None, :, None], float("nan"))
     found = flashbias_attention(x.q, x.k, x.v, bias, key_mask=mask, backend=kernel)
-    assert torch.equal(found, expected) and not found[2].any()
+    assert torch.equal(found, expected) and not found[6].any()
 
 
 @pytest.mark.parametrize("masked", [False, True])

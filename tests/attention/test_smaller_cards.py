@@ -103,6 +103,40 @@ def test_room_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
         launch.launch(spec, tensors, **options)
 
 
+def test_room_depends_on_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that take less keep their settings, whatever has been called before."""
+    tried: list[LaunchSettings] = []
+
+    class Launched:
+        def __init__(self, settings: LaunchSettings) -> None:
+            self.settings = settings
+
+        def run(self, _: Any, tensors: Any, __: Any) -> None:
+            tried.append(self.settings)
+            q = next(iter(tensors))
+            if self.settings.block_n > 32 and q.data_ptr() % 16 == 0:
+                raise OutOfResources(2, 1, "shared memory")
+
+    monkeypatch.setattr(launch, "_plan", lambda spec, tensors, s, *_: (Launched(s), s))
+    monkeypatch.setattr(launch, "_PLANS", {})
+    memory, shape = torch.zeros(2 * 128 * 64 + 1, dtype=torch.float16), (1, 2, 128, 64)
+    found = []
+    for off in (1, 0, 1, 0):
+        q = memory[off : off + 2 * 128 * 64].view(shape)
+        tensors = {
+            "q": q,
+            "k": torch.zeros(shape),
+            "v": torch.zeros(shape),
+            "o": torch.zeros(shape),
+        }
+        launch.launch(
+            launch.GroupSpec(None), tensors, scale=1.0, causal=False, query_start=0, cosine=False
+        )
+        found.append(tried[-1])
+    assert found[0] == found[2] and found[1] == found[3]
+    assert found[0].block_n > 32 == found[1].block_n
+
+
 def test_other_failures_are_not_taken_for_lack_of_room(monkeypatch: pytest.MonkeyPatch) -> None:
     made = mock.Mock(side_effect=lambda spec, tensors, settings, *_: (failing, settings))
     failing = mock.Mock()

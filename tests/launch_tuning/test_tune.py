@@ -84,6 +84,27 @@ def test_a_kernel_that_does_not_run_at_all_is_an_error() -> None:
         tune_launches(launches, clock=broken)
 
 
+def test_on_a_card_without_room_for_the_rule_smaller_settings_are_the_yardstick() -> None:
+    from triton.runtime.errors import OutOfResources
+
+    with recorded_launches() as launches:
+        call(20)
+    rule = candidates(launches[0].shape)[0]
+    first = rule.smaller()
+    fits = None if first is None else first.smaller()
+    assert fits is not None
+
+    def clock(_: Callable[[], None]) -> float:
+        assert launch._forced is not None
+        if launch._forced.block_n * launch._forced.num_stages > fits.block_n * fits.num_stages:
+            raise OutOfResources(2, 1, "shared memory")
+        return 1.0
+
+    (found,) = tune_launches(launches, clock=clock)
+    assert found.settings == fits and found.rule_ms == 1.0
+    assert rule in found.failed and fits not in found.failed
+
+
 @torch.no_grad()
 def test_the_launches_of_a_patched_model_can_be_repeated() -> None:
     model = make_model().to(DEVICE)

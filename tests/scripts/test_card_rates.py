@@ -23,7 +23,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "STEPS", 3)
-    monkeypatch.setattr(script, "CACHED", 4 * 4096 * 4)
 
 
 def test_exponentials() -> None:
@@ -36,12 +35,16 @@ def test_exponentials() -> None:
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter takes bf16 for raw bits")
 def test_products() -> None:
-    assert bool((script.products(2, DEVICE) == 3 * script.TILE).all())
+    ones = torch.ones(2 * script.TILE, script.TILE, device=DEVICE, dtype=torch.bfloat16)
+    assert bool((script.products(ones, 2) == 3 * script.TILE).all())
 
 
 def test_reads() -> None:
-    """Ones, three times: an odd number of them is left."""
-    assert bool((script.reads(2, DEVICE) == 1).all())
+    """The first program has the first block, then the third and the first again."""
+    block = script.BLOCK_BYTES // 4
+    numbers = torch.tensor([1, 2, 4, 8], dtype=torch.int32, device=DEVICE).repeat_interleave(block)
+    found = script.reads(numbers, 2, 3).reshape(2, block)
+    assert bool((found[0] == 4).all()) and bool((found[1] == 8).all())
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="there is no card")

@@ -103,3 +103,14 @@ def test_rows_of_several_processes(tmp_path: Path) -> None:
     row_file.append(path, COLUMNS, row(1, 0.5))
     assert [r["n"] for r in row_file.begin(path, COLUMNS, resume=True)] == ["1"]
     assert row_file.begin(path, COLUMNS, resume=False) == row_file.read(path) == []
+
+
+def test_a_file_with_fewer_columns_or_a_cut_line_goes_on_in_order(tmp_path: Path) -> None:
+    path, columns = tmp_path / "rows.csv", ("shape", "ms", "state", "card")
+    path.write_text("shape,ms,card\nA,1.0,H2\nB,2.0,H")
+    rows = row_file.begin(path, columns, resume=True)
+    assert [row["shape"] for row in rows] == ["A"]
+    row_file.append(path, columns, {"shape": "B", "ms": "3.0", "state": "ok", "card": "H2"})
+    a, b = row_file.read(path)
+    assert a == {"shape": "A", "ms": "1.0", "state": "", "card": "H2"}
+    assert b == {"shape": "B", "ms": "3.0", "state": "ok", "card": "H2"}
