@@ -84,3 +84,13 @@ def no_row(what: str, problem: BaseException) -> str:
     """A sentence about a failure that is no row."""
     first = (str(problem).splitlines() or [type(problem).__name__])[0]
     return f"{what}: no row, {LACKED} ({first[:160]})"
+
+
+def state_of_row(what: str, problem: BaseException) -> str | None:
+    """A failure as a row has it, or None if others had the memory, which is none; printed."""
+    if lacked_beside_others(problem):
+        print(no_row(what, problem), flush=True)
+        return None
+    first = (str(problem).splitlines() or [""])[0]
+    print(what, first[:100], flush=True)
+    return f"{type(problem).__name__}: {first}"[:120]

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from attention_launches import launched
 from attention_shapes import SHAPES, SHORT, dense
-from failures import is_lost, lacked_beside_others, no_row
+from failures import is_lost, state_of_row
 from row_file import RowFile
 from turns import alone
 
@@ -118,17 +118,7 @@ def run_once(job: tuple[str, LaunchSettings]) -> str | None:
             torch.cuda.synchronize()
         return OK
     except Exception as problem:  # too much shared memory, most often
-        return _state(f"{name}, {settings}", problem)
-
-
-def _state(what: str, problem: Exception) -> str | None:
-    """A failure as a row has it, or None if that is no result; printed."""
-    if lacked_beside_others(problem):
-        print(no_row(what, problem), flush=True)
-        return None
-    first = (str(problem).splitlines() or [""])[0]
-    print(what, first[:100], flush=True)
-    return f"{type(problem).__name__}: {first}"[:120]
+        return state_of_row(f"{name}, {settings}", problem)
 
 
 def make_call(name: str):  # type: ignore[no-untyped-def]
@@ -161,7 +151,7 @@ def measure(name: str, tried: Sequence[LaunchSettings], table: RowFile, where: A
             with launch.forced(settings):
                 told: dict[str, Any] = {"ms": f"{time_ms(call):.4f}", "state": OK}
         except Exception as problem:
-            told = {"state": _state(f"{name}, {settings}", problem)}
+            told = {"state": state_of_row(f"{name}, {settings}", problem)}
             if told["state"] is None:
                 continue
         table.add(_row(name, settings, where) | told | {"present": int(settings == now)})

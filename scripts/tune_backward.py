@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from backward_cases import KERNELS, Case
 from backward_step import Step
-from failures import is_lost, lacked_beside_others, no_row
+from failures import is_lost, state_of_row
 from measure_training_costs import HEADS
 from row_file import RowFile
 from turns import alone
@@ -62,17 +62,7 @@ def compile_one(trial: Trial, n: int, device: str) -> str | None:
                 torch.cuda.synchronize()
         return OK
     except Exception as problem:  # too much shared memory, most often
-        return _state(f"{case}, {settings}", problem)
-
-
-def _state(what: str, problem: Exception) -> str | None:
-    """A failure as a row has it, or None if that is no result; printed."""
-    if lacked_beside_others(problem):
-        print(no_row(what, problem), flush=True)
-        return None
-    first = (str(problem).splitlines() or [""])[0]
-    print(what, first[:80], flush=True)
-    return f"{type(problem).__name__}: {first}"[:120]
+        return state_of_row(f"{case}, {settings}", problem)
 
 
 def time_ms(step: Step) -> float:
@@ -163,7 +153,7 @@ def measure_case(case: Case, lacking: Sequence[LaunchSettings], tuning: Tuning) 
                 ms = time_ms(case.step(n, tuning.options.scores, tuning.options.device))
             told: dict[str, Any] = {"ms": f"{ms:.4f}", "state": OK}
         except RuntimeError as problem:  # it may fail with other strides than the smallest call
-            state = _state(f"{case}, {n}, {settings}", problem)
+            state = state_of_row(f"{case}, {n}, {settings}", problem)
             if state is None:
                 continue
             told = {"state": state}
