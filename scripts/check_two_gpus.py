@@ -16,7 +16,7 @@ out (SVDs of all sites, a calibration, fits of layers, factors of many structure
 same bits. `held` is what parameters and buffers take on the fuller device, `peak` what a call takes
 beside them.
 
-Two processes run one case after the other. A case that fails, or takes longer than --limit-s, ends
+Two processes run one case after the other, new ones those of training. A case that fails, or takes longer than --limit-s, ends
 these two, and others go on with the next one. After --stop-s what is left is told as skipped. Rows
 are written one by one to `scripts/results/check_two_gpus.csv`; --resume keeps those that passed.
 """
@@ -77,7 +77,7 @@ def main() -> int:
             file.flush()
             print({k: v for k, v in rows[-1].items() if v != ""}, flush=True)
 
-        for kind, count in (("pair", WORLD), ("alone", 1)):
+        for kind, count in (("pair", WORLD), ("training", WORLD), ("alone", 1)):
             todo = [case for case in cases(options)[kind] if case not in done]
             run_all(kind, count, todo, options, started + options.stop_s, emit)
     bad = [case_of(r) for r in rows if r["status"] != "passed"]
@@ -128,7 +128,8 @@ def cases(options: argparse.Namespace) -> dict[str, list[str]]:
     layers = [f"{way} {m} {d}" for way in alone for d in dtypes for m in ("swin", "bloom")]
     planned = [f"{case} float32" for case in PLANNED]
     trained = [f"{way} {m} {d}" for d in dtypes for m in ("swin", "bloom") for way in TRAINED]
-    every = {"pair": [*served[:6], *planned, *offline, *served[6:], *trained], "alone": layers}
+    pair = [*served[:6], *planned, *offline, *served[6:]]
+    every = {"pair": pair, "training": trained, "alone": layers}
     return {
         kind: [case for case in some if fnmatch.fnmatch(case, options.only)]
         for kind, some in every.items()

@@ -83,8 +83,9 @@ def calibrate(small: bool, place: torch.device) -> tuple[Any, int]:
     from flashbias_convert import inspect_model
     from flashbias_convert.calibration import calibrate_model
 
-    model, x = make("swin", "small" if small else "tiny")
-    # few of them: it is run four times, and how well it chooses is not the question
+    # few of them, and half of the stages: it is run four times, each choice of ranks has kernels of
+    # its own to be compiled, and how well it chooses is not the question
+    model, x = make("swin", "small" if small else "tiny", stages=2)
     model, batches = model.to(place), list(x[:8].to(place).split(4 if small else 1))
 
     def job(group: Any) -> dict[str, Any]:

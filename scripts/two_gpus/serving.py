@@ -191,8 +191,13 @@ def planned(case: str, options: argparse.Namespace, place: torch.device, rank: i
 # -- models --------------------------------------------------------------------------------
 
 
-def make(name: str, size: str) -> tuple[nn.Module, Tensor]:
-    """A model on the CPU, the same on every process, and a batch of inputs."""
+def make(name: str, size: str, stages: int = 4) -> tuple[nn.Module, Tensor]:
+    """A model on the CPU, the same on every process, and a batch of inputs.
+
+    Args:
+        name, size: see `check_two_gpus.py`.
+        stages: at most so many of a Swin.
+    """
     torch.manual_seed(0)
     small = size == "small"
     if name == "swin":
@@ -203,8 +208,8 @@ def make(name: str, size: str) -> tuple[nn.Module, Tensor]:
             img_size=256 if small else 32,
             patch_size=4 if small else 2,
             embed_dim=96 if small else 16,
-            depths=[2, 2, 6, 2] if small else [2, 1],
-            num_heads=[4, 4, 8, 16] if small else [2, 2],
+            depths=([2, 2, 6, 2] if small else [2, 1])[:stages],
+            num_heads=([4, 4, 8, 16] if small else [2, 2])[:stages],
             window_size=16 if small else 8,
             num_classes=10,
         )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .measuring import held, judged, megabytes, peak, timed, times
 from .serving import make, settle, wrap
-from .working import WORLD, barrier
+from .working import WORLD, barrier, stage
 
 STEPS, RATE = 4, 0.05
 
@@ -28,9 +28,11 @@ def trained(case: str, options: argparse.Namespace, place: torch.device, rank: i
     way, name, dtype = case.split()
     half = getattr(torch, dtype)
     model, x = prepared(name, options.size, place)
+    stage("steps in float64")
     truth = steps(copy.deepcopy(model).double(), _cast(x, torch.float64, place), None)
     x = _cast(x, torch.float32, place)
     alone = copy.deepcopy(model)
+    stage("steps on one device")
     one = steps(alone, x, half)
     barrier(place)
     step = _stepping(alone, x, half)
@@ -39,6 +41,7 @@ def trained(case: str, options: argparse.Namespace, place: torch.device, rank: i
     del alone, step
     wrapped = wrap(way.removeprefix("train-"), name, model, place)
     own = x.chunk(WORLD)[rank]
+    stage("steps on two")
     two = steps(wrapped, own, half)
     for loss in two[0]:  # each has the mean of its half
         dist.all_reduce(loss)

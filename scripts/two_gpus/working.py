@@ -52,22 +52,23 @@ def work(options: argparse.Namespace, run: Case) -> int:
         torch.set_num_threads(threads_of(place))
         if place.type == "cuda":
             torch.cuda.set_device(place)  # before NCCL chooses a card
-        if options.kind == "pair":
+        if options.kind != "alone":
             meet(options, place)
         tell(folder, rank, {"ready": True})
         for case in cases:
-            started = time.perf_counter()
             # where it hangs, in the log, before whoever watches gives it up
-            faulthandler.dump_traceback_later(0.9 * options.limit_s)
+            faulthandler.dump_traceback_later(0.45 * options.limit_s, repeat=True)
+            started = time.perf_counter()
+            gc.collect()  # wrappers of the case before hold models in cycles
+            if place.type == "cuda":
+                torch.cuda.empty_cache()
+            stage(f"{case} begins")
             found = run(case, options, place, rank)
-            found = found if options.kind != "pair" else worst(found)
+            found = found if options.kind == "alone" else worst(found)
             found["case_s"] = f"{time.perf_counter() - started:.1f}"
             faulthandler.cancel_dump_traceback_later()
             tell(folder, rank, found)
-            gc.collect()  # wrappers hold models in cycles
-            if place.type == "cuda":
-                torch.cuda.empty_cache()
-        if options.kind == "pair":
+        if options.kind != "alone":
             dist.destroy_process_group()
     except BaseException as error:
         lines = str(error).strip().splitlines() or [""]
@@ -77,6 +78,11 @@ def work(options: argparse.Namespace, run: Case) -> int:
         sys.stderr.flush()
         os._exit(1)  # leaving a group that another process still uses may hang
     return 0
+
+
+def stage(name: str) -> None:
+    """Note in the log, which is shown where a case fails, how far it is."""
+    print(f"{time.strftime('%X')} {name}", flush=True)
 
 
 def meet(options: argparse.Namespace, place: torch.device) -> None:
