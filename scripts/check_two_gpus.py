@@ -16,9 +16,10 @@ out (SVDs of all sites, a calibration, fits of layers, factors of many structure
 same bits. `held` is what parameters and buffers take on the fuller device, `peak` what a call takes
 beside them.
 
-Two processes run one case after the other, new ones those of training. A case that fails, or takes longer than --limit-s, ends
-these two, and others go on with the next one. After --stop-s what is left is told as skipped. Rows
-are written one by one to `scripts/results/check_two_gpus.csv`; --resume keeps those that passed.
+Two processes run one case after the other, new ones those of training. A case that fails, or takes
+longer than --limit-s, ends these two, and others go on with the next one. After --stop-s what is
+left is told as skipped. Rows are written one by one to `scripts/results/check_two_gpus.csv`;
+--resume keeps those that passed.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import copy
 import os
 import shutil
 import tempfile
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -47,7 +47,6 @@ def served(case: str, options: argparse.Namespace, place: torch.device, rank: in
 
 def wrap(way: str, name: str, model: nn.Module, place: torch.device) -> nn.Module:
     """The model on all processes."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -62,7 +61,7 @@ def wrap(way: str, name: str, model: nn.Module, place: torch.device) -> nn.Modul
     if way == "ddp":
         ids = [place.index] if place.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=ids)
-    mesh = init_device_mesh(place.type, (WORLD,))
+    mesh = _mesh(place.type)
     sites = patched_modules(model)
     if way == "fsdp":
         for site in sites:
@@ -76,6 +75,14 @@ def wrap(way: str, name: str, model: nn.Module, place: torch.device) -> nn.Modul
         parallelize_module(site, mesh, plan)
     shard_sites(model, mesh)
     return model
+
+
+@cache
+def _mesh(kind: str) -> Any:
+    """All processes; one for all cases, since a process group that is collected waits for others."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(kind, (WORLD,))
 
 
 def settle(model: nn.Module) -> None:
