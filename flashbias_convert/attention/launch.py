@@ -121,7 +121,7 @@ def launch(
     if _observer is not None:
         options = {"scale": scale, "causal": causal, "query_start": query_start}
         _observer(spec, tensors, {**options, "cosine": cosine, "bounded": bounded})
-    plain_scale = "scale" not in tensors and scale >= SMALLEST_SCALE
+    plain_scale = _is_plain(tensors, scale)
     device, given = tensors["q"].device, tensors.values()
     key = (spec, causal, cosine, bounded, plain_scale, device, *tensors, *layout_of(given))
     plans = _PLANS  # another thread may put others in their place, or clear them, meanwhile
@@ -129,7 +129,10 @@ def launch(
     if plan is _UNKNOWN:
         if len(plans) >= MAX_PLANS:
             plans.clear()
-        settings = _forced or settings_for(device, shape_of(spec, tensors))
+        settings = _forced or settings_for(
+            device,
+            shape_of(spec, tensors, scale=scale, causal=causal, cosine=cosine, bounded=bounded),
+        )
         plan = plans[key] = _plan(spec, tensors, settings, causal, cosine, bounded, plain_scale)
     if _SMALLER in plans and plan is not None:
         plan = plans.get((_SMALLER, *key, *_alignment(given)), plan)
@@ -230,7 +233,8 @@ def _plan(
     if "dense" in tensors and n > MOST_QUERIES:
         tiles = dense_tiles(tensors["dense"], settings.block_m, settings.block_n)
     kernel, grid = _kernel(), programs * parts
-    if settings.entries == 2 and is_shared(spec, tensors, values):
+    options = {"causal": causal, "cosine": cosine, "bounded": bounded, "plain_scale": plain_scale}
+    if settings.entries == 2 and parts == 1 and is_shared(spec, tensors, **options):
         kernel, grid = _shared_kernel(), shared_programs(values, sizes[0])
     plan = LaunchPlan(
         kernel,
@@ -265,8 +269,20 @@ def parts_for(spec: GroupSpec, tensors: Mapping[str, Tensor], programs: int) -> 
     )
 
 
-def shape_of(spec: GroupSpec, tensors: Mapping[str, Tensor]) -> LaunchShape:
-    """What the settings of a launch depend on."""
+def _is_plain(tensors: Mapping[str, Tensor], scale: float) -> bool:
+    """Whether scores are scaled by one number, and no tiny one."""
+    return "scale" not in tensors and scale >= SMALLEST_SCALE
+
+
+def shape_of(
+    spec: GroupSpec, tensors: Mapping[str, Tensor], *, scale: float, **options: bool
+) -> LaunchShape:
+    """What the settings of a launch depend on.
+
+    Args:
+        spec, tensors, scale: see `launch`.
+        options: its `causal`, `cosine` and `bounded`.
+    """
     q, v = tensors["q"], tensors["v"]
     return LaunchShape(
         n=q.shape[-2],
@@ -275,6 +291,7 @@ def shape_of(spec: GroupSpec, tensors: Mapping[str, Tensor]) -> LaunchShape:
         columns=spec.columns,
         half=q.dtype != torch.float32,
         terms=spec.tensors,
+        shared=is_shared(spec, tensors, plain_scale=_is_plain(tensors, scale), **options),
     )
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .packing import GroupSpec
 from .parts import MOST_QUERIES
+from .strides import VECTORS, batch_strides, collapse_batch
 
 #: of q and v: two entries of wider heads do not fit registers
 WIDEST = 64
@@ -16,24 +18,40 @@ WIDEST = 64
 _KNOWN = {"q", "k", "v", "o", "dense", "key_mask", "gate"}
 
 
-def is_shared(spec: GroupSpec, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> bool:
-    """Whether `triton_shared.shared_dense_kernel` serves a launch.
+def is_shared(
+    spec: GroupSpec,
+    tensors: Mapping[str, Tensor],
+    *,
+    plain_scale: bool,
+    causal: bool,
+    cosine: bool,
+    bounded: bool,
+) -> bool:
+    """Whether `triton_shared.shared_dense_kernel` can serve a launch.
 
     Args:
-        spec, tensors: the group, see `launch.launch`.
-        values: arguments of `attention_kernel` by name, as `launch` works them out.
+        plain_scale: one number for all heads, and no tiny one.
+        spec, tensors, causal, cosine, bounded: see `launch.launch`.
     """
     if spec.heads is not None or spec.tensors != ("dense",) or not _KNOWN.issuperset(tensors):
         return False
-    flags = {name: values[name] for name in ("NATURAL", "CAUSAL", "COSINE", "BOUNDED")}
-    if any(flags.values()) or not values["PLAIN_SCALE"] or values["parts"] is not None:
+    q, v = tensors["q"], tensors["v"]
+    if q.dtype == torch.float32 or causal or cosine or bounded or not plain_scale:
         return False
-    if max(values["D"], values["DV"]) > WIDEST or values["N"] <= MOST_QUERIES:
+    if max(q.shape[-1], v.shape[-1]) > WIDEST or q.shape[-2] <= MOST_QUERIES:
         return False
-    return values["batch_2"] > 1 and values["dense_strides"][2] == 0
+    batch = tuple(q.shape[:-3])
+    walked = [name for name in tensors if name not in VECTORS]
+    sizes, strides = collapse_batch(batch, [batch_strides(n, tensors[n], batch) for n in walked])
+    return bool(sizes) and sizes[-1] > 1 and strides[walked.index("dense")][-1] == 0
 
 
 def programs(values: Mapping[str, Any], batch_0: int) -> int:
-    """How many programs a launch has: two batch entries each, along the last dimension."""
+    """How many programs a launch has: two batch entries each, along the last dimension.
+
+    Args:
+        values: arguments of `attention_kernel` by name, as `launch` works them out.
+        batch_0: size of the first batch dimension.
+    """
     blocks = -(-values["N"] // values["BM"])
     return blocks * values["G"] * batch_0 * values["batch_1"] * -(-values["batch_2"] // 2)

@@ -70,6 +70,7 @@ class LaunchShape:
         columns: padded number of factor columns.
         half: fp16 or bf16 inputs; fp32 products run on the plain arithmetic units.
         terms: names of the tensors that the kernel reads besides q, k and v.
+        shared: entries of the batch may share tiles of a dense bias, see `shared_dense`.
     """
 
     n: int
@@ -78,6 +79,7 @@ class LaunchShape:
     columns: int
     half: bool
     terms: tuple[str, ...]
+    shared: bool = False
 
     def rounded(self) -> LaunchShape:
         """One shape for all that share measured settings."""
@@ -127,12 +129,17 @@ def _few_rows(n: int) -> bool:
 def _narrow_heads(shape: LaunchShape, width: int) -> LaunchSettings:
     """Heads of at most 32 numbers, where little is computed for each score."""
     n, columns = shape.n, shape.columns
+    if shape.shared and _few_rows(n):
+        return LaunchSettings(64, 32, 4, 3, 128, entries=2)
     if _few_rows(n):
         return LaunchSettings(64, 32, 4, 3, 96)
     if columns > 32:
         return LaunchSettings(128, 64, 8, 3, 128) if n >= 1024 else LaunchSettings(64, 32, 4, 3, 96)
     # twice the rows per program halve the reads of keys, unless the last block is nearly empty
     tall = width > 16 and -(-n // 128) * 128 <= 1.05 * (-(-n // 64) * 64)
+    if shape.shared:
+        settings = LaunchSettings(128, 32, 4, 3) if tall else LaunchSettings(64, 64, 4, 3, 168)
+        return replace(settings, entries=2)
     if "dense" in shape.terms and columns == 0:
         # tiles of the bias are read ahead of their turn, which takes room: short ones
         return LaunchSettings(128, 32, 4, 3, 168) if tall else LaunchSettings(64, 64, 4, 3, 128)
@@ -169,11 +176,17 @@ def backward_settings(
         block = 16 if width > 64 or kernel == "all" else 32
         return LaunchSettings(block, 16 if width > 64 else 32, 4, 1)
     if kernel == "all":
-        return _all_gradients(rows, width, columns)
+        return _all_gradients(rows, width, columns, bool(added))
     if width > 128 or columns > 64:
         return LaunchSettings(32, 32, 4, 1)
     # Where three tiles are under way, a tile is read while the one before it is worked on; with two
     # the compiler lets a step wait for what the step before it has asked for last.
+    light = width <= 32 and not columns and not added
+    if light and kernel in ("queries", "keys") and not _few_rows(rows):
+        # few registers are taken: room for twice the rows, or keys, in four warps
+        return (
+            LaunchSettings(128, 64, 4, 3) if kernel == "queries" else LaunchSettings(64, 128, 4, 3)
+        )
     if width <= 64 and columns <= 32:
         # Twice the rows, or keys, of a program halve what all of them read, which is what heads of
         # 64 wait for: by the compiler's numbers, not measured.
@@ -192,10 +205,10 @@ def backward_settings(
     return LaunchSettings(64, 32, 4, 3)
 
 
-def _all_gradients(rows: int, width: int, columns: int) -> LaunchSettings:
+def _all_gradients(rows: int, width: int, columns: int, added: bool) -> LaunchSettings:
     """For the walk with atomics, which holds the gradients of keys and a share of those of queries.
 
-    Read off what the compiler says of registers; not measured.
+    Read off what the compiler says of registers; measured for heads of 32 without factors.
     """
     if width > 128 or columns > 64:
         return LaunchSettings(32, 32, 4 if width <= 64 else 8, 1)
@@ -206,4 +219,7 @@ def _all_gradients(rows: int, width: int, columns: int) -> LaunchSettings:
     if columns > (32 if width <= 32 else 16):
         return LaunchSettings(32, 64, 4, 3)
     # twice the keys per program halve what is added to memory, unless the last block is half empty
-    return LaunchSettings(64, 64, 4, 3) if _few_rows(rows) else LaunchSettings(64, 128, 8, 3)
+    if _few_rows(rows):
+        return LaunchSettings(64, 64, 4, 3)
+    light = width <= 32 and not columns and not added
+    return LaunchSettings(64, 128, 4 if light else 8, 3)

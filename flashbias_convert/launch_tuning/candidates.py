@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..attention.tuning import LaunchSettings, LaunchShape, launch_settings
 
 #: (queries, keys, warps, caps on registers); the caps let 5, 4, 3 or 2 programs share a
@@ -27,6 +29,14 @@ _FP32: Tiles = (
     (32, 64, 4, (None,)),
     (64, 32, 4, (None,)),
 )
+#: for two entries of the batch that share tiles of a dense bias
+_TWO_ENTRIES: Tiles = (
+    (64, 32, 4, (128, 168)),
+    (64, 64, 4, (168,)),
+    (128, 32, 4, (None,)),
+    (128, 32, 8, (128,)),
+    (128, 64, 8, (None,)),
+)
 
 
 def candidates(shape: LaunchShape) -> list[LaunchSettings]:
@@ -39,11 +49,17 @@ def candidates(shape: LaunchShape) -> list[LaunchSettings]:
     elif max(shape.d, shape.dv) > 64 or shape.columns > 64:
         tiles = _WIDE
     rule = launch_settings(shape)
-    others = [
+    others = _of_tiles(tiles, shape)
+    if shape.shared:
+        others += [replace(s, entries=2) for s in _of_tiles(_TWO_ENTRIES, shape)]
+    return [rule, *(s for s in others if s != rule)]
+
+
+def _of_tiles(tiles: Tiles, shape: LaunchShape) -> list[LaunchSettings]:
+    return [
         LaunchSettings(m, n, warps, stages, cap)
         for m, n, warps, caps in tiles
         for cap in caps
         for stages in (2, 3)
         if m <= max(64, shape.n) or not shape.half
     ]
-    return [rule, *(s for s in others if s != rule)]

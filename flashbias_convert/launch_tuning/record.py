@@ -43,7 +43,8 @@ def recorded_launches() -> Iterator[list[Launch]]:
     found: list[Launch] = []
 
     def note(spec: GroupSpec, tensors: Mapping[str, Tensor], options: dict[str, Any]) -> None:
-        shape = launch.shape_of(spec, tensors).rounded()
+        given = {name: own for name, own in options.items() if name != "query_start"}
+        shape = launch.shape_of(spec, tensors, **given).rounded()
         if shape not in known:
             known.add(shape)
             found.append(Launch(shape, spec, dict(tensors), options))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashbias_convert import Dense, KeyBias, ScoreBias
 from flashbias_convert.attention import flashbias_attention, launch
-from flashbias_convert.attention.tuning import LaunchSettings
+from flashbias_convert.attention.tuning import LaunchSettings, LaunchShape, launch_settings
 
 from .cases import Inputs
 from .conftest import HAS_GPU
@@ -37,10 +37,11 @@ def shared(settings: LaunchSettings, monkeypatch: pytest.MonkeyPatch) -> list[bo
     found: list[bool] = []
     is_shared = launch.is_shared
 
-    def told(*args: Any) -> bool:
-        found.append(is_shared(*args))
+    def told(*args: Any, **options: Any) -> bool:
+        found.append(is_shared(*args, **options))
         return found[-1]
 
+    monkeypatch.setattr(launch, "shape_of", lambda *_, **__: None)
     monkeypatch.setattr(launch, "settings_for", lambda *_: settings)
     monkeypatch.setattr(launch, "is_shared", told)
     monkeypatch.setattr(launch, "_PLANS", {})
@@ -225,3 +226,14 @@ def test_a_program_has_two_entries(
             flashbias_attention(x.q, x.k, x.v, bias, backend=kernel)
     blocks = -(-40 // settings.block_m)
     assert grids == [blocks * 2 * 10, blocks * 2 * 5]  # the batch is one dimension of 10
+
+
+@pytest.mark.parametrize("n", [40, 144, 384])
+def test_settings_of_calls_that_may_share(n: int) -> None:
+    """Narrow heads do by themselves; the rule says so for these calls alone."""
+    told = {"d": 32, "dv": 32, "columns": 0, "half": True, "terms": ("dense",)}
+    alone = launch_settings(LaunchShape(n, **told))
+    shared = launch_settings(LaunchShape(n, **told, shared=True))
+    assert (alone.entries, shared.entries) == (1, 2)
+    wide = LaunchShape(n, **told | {"d": 64}, shared=True)
+    assert launch_settings(wide) == launch_settings(dataclasses.replace(wide, shared=False))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from flashbias_convert import patch_model
+from flashbias_convert import Dense, patch_model
 from flashbias_convert.attention import flashbias_attention, launch
 from flashbias_convert.attention.tuning import LaunchSettings
 from flashbias_convert.launch_tuning import candidates, recorded_launches, tune_launches
@@ -115,3 +115,19 @@ def test_the_launches_of_a_patched_model_can_be_repeated() -> None:
     results = tune_launches(launches, clock=lambda run: run() or 1.0)
     assert [r.shape for r in results] == [each.shape for each in launches]
     assert all(not r.failed for r in results)
+
+
+def test_rows_that_may_share_a_bias_have_settings_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a batch that shares it; what is launched is what the rule, or a local table, says."""
+    monkeypatch.setattr(launch, "_PLANS", {})
+    with recorded_launches() as launches:
+        for size in ((), (2,)):
+            x = Inputs(DEVICE, torch.float16, batch=(2,), heads=1, n=40)
+            dense = Dense(bias=x.normal(*size, 1, 40, 40).half())
+            flashbias_attention(x.q, x.k, x.v, x.bias(dense), backend="triton")
+    assert [each.shape.shared for each in launches] == [True, False]
+    entries = [{s.entries for s in candidates(each.shape)} for each in launches]
+    assert entries == [{1, 2}, {1}]
+    assert [plan[1].entries for plan in launch._PLANS.values() if plan is not None] == [2, 1]
