@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from turns import alone
+
+from .working import barrier
 
 
 @torch.no_grad()
@@ -46,15 +51,28 @@ def timed(
 ) -> float:
     """Median of the seconds of a call; `before` each of them the processes may meet."""
     taken = []
-    for turn in range(repeats + warm):
-        before()
-        synchronise(place)
-        started = time.perf_counter()
-        call()
-        synchronise(place)
-        if turn >= warm:
-            taken.append(time.perf_counter() - started)
+    with _quiet(place):
+        for turn in range(repeats + warm):
+            before()
+            synchronise(place)
+            started = time.perf_counter()
+            call()
+            synchronise(place)
+            if turn >= warm:
+                taken.append(time.perf_counter() - started)
     return statistics.median(taken)
+
+
+@contextmanager
+def _quiet(place: torch.device) -> Iterator[None]:
+    """Both processes measure while what `beside.py` runs beside them waits: the first one asks."""
+    pair = dist.is_initialized()
+    with alone() if not pair or dist.get_rank() == 0 else nullcontext():
+        if pair:
+            barrier(place)
+        yield
+        if pair:
+            barrier(place)
 
 
 def synchronise(place: torch.device) -> None:
