@@ -155,6 +155,8 @@ SHORT: dict[str, Shape] = {
         (144, 128, "dense", dense),
         (576, 128, "table", offsets),
         (2048, 32, "R=64", low_rank(64)),
+        (384, 32, "dense", dense),
+        (577, 64, "dense", dense),
     )
 }
 SHAPES: dict[str, Shape] = {
