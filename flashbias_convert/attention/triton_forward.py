@@ -146,7 +146,7 @@ def attention_kernel(
     WIDE: tl.constexpr,
     CAUSAL: tl.constexpr, COSINE: tl.constexpr, SYMMETRIC: tl.constexpr, BOUNDED: tl.constexpr,
     QUICK: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     # Quick steps: the level that they start from at least, and sums of weights that tell that it
     # was right, all in units of the level. fp16 weights overflow, and are coarse below 2**-14.
@@ -349,8 +349,6 @@ def attention_kernel(
     first_key = full
     if QUICK:
         first_key = tl.where((full == end) & (left == 0), tl.maximum(end - BN, begin), full)
-    if TILES == 2:
-        first_key = begin + (first_key - begin) // (2 * BN) * (2 * BN)
     quick_end = first_key
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
@@ -376,147 +374,134 @@ def attention_kernel(
                 least = tl.where(top == raised, LEAST_SUM, fewest)
                 shrink = tl.where(top == raised, 1.0, tl.exp2((top - raised) * to_exp2))
                 total, acc, top = total * shrink, acc * shrink[:, None], raised
-            for s in tl.range(lower, upper, 2 * BN if TILES == 2 and PASS == INSIDE else BN):
+            for s in tl.range(lower, upper, BN):
                 if SCANNED and PASS == EDGES:
                     s = tl.multiple_of(tl.where(s < first_key, padded_tile, s), BN)
-                # of two tiles the second product is under way while weights of the first are made
-                x_0 = _products(
+                x = _products(
                     q, phi_q, k_ptrs, phi_k_ptrs, k_strides, phi_k_strides,
                     s, offs_n, M, offs_d, size,
                     D, BLOCK_D, COLUMNS, NATURAL, WIDE, PASS == EDGES,
                 )  # fmt: skip
-                x_1 = x_0
-                if TILES == 2 and PASS == INSIDE:
-                    x_1 = _products(
-                        q, phi_q, k_ptrs, phi_k_ptrs, k_strides, phi_k_strides,
-                        s + BN, offs_n, M, offs_d, size,
-                        D, BLOCK_D, COLUMNS, NATURAL, WIDE, False,
-                    )  # fmt: skip
-                for PART in tl.static_range(2 if TILES == 2 and PASS == INSIDE else 1):
-                    own = s + PART * BN
-                    x = x_0 if PART == 0 else x_1
-                    far = tl.cast(own, tl.int64) if WIDE else own
-                    offs_k = own + offs_n
-                    in_keys = offs_k < M
-                    # vectors over keys are read at a valid key; scores of others are masked below
-                    safe_k = tl.minimum(offs_k, M - 1) if PASS == EDGES else offs_k
-                    safe_k = safe_k.to(tl.int64)
+                far = tl.cast(s, tl.int64) if WIDE else s
+                offs_k = s + offs_n
+                in_keys = offs_k < M
+                # vectors over keys are read at a valid key; scores of others are masked below
+                safe_k = tl.minimum(offs_k, M - 1) if PASS == EDGES else offs_k
+                safe_k = safe_k.to(tl.int64)
 
-                    if key_bias_ptr is not None:
-                        key = tl.load(key_bias_ptr + safe_k * key_bias_strides[4])
-                        if key_bias_rows_ptr is not None:
-                            x = tl.fma(key_bias_row[:, None], key[None, :], x)
-                        else:
-                            x = tl.fma(key[None, :], per_size, x)
-                    if slopes_ptr is not None:
-                        where = offs_k
-                        if pos_k_ptr is not None:
-                            where = tl.load(pos_k_ptr + safe_k * pos_k_strides[3])
-                        # integers up to here; their differences are exact in fp32 up to 2**24
-                        distance = (where - origin).to(tl.float32)
-                        if SYMMETRIC:
-                            x -= row_slope[:, None] * tl.abs(distance[None, :] - position[:, None])
-                        elif alibi_rows_ptr is not None:
-                            x += row_slope[:, None] * (distance[None, :] - position[:, None])
-                        else:
-                            # softmax ignores what is constant along a row, so only keys are
-                            # counted, from the first query of the block on: near it they are few,
-                            # and exact
-                            x = tl.fma(distance[None, :], slope * per_size, x)
-                    if table_ptr is not None:
-                        key_code = tl.load(codes_k_ptr + safe_k)
-                        entry = look_up(table_ptr, code[:, None] + key_code[None, :])
-                        if table_rows_ptr is not None:
-                            x += entry * (table_row * per_size)[:, None]
-                        else:
-                            x += entry * per_size
-                    if ids_ptr is not None:
-                        key_region = tl.load(key_ids_ptr + safe_k * key_ids_strides[3])
-                        same = region[:, None] == key_region[None, :]
-                        # elsewhere it is chosen with what is subtracted: an addition less
-                        if not (BOUNDED or (QUICK and PASS != EDGES)):
-                            x = tl.where(same, x, x + region_row[:, None])
-                    if dense_ptr is not None:
-                        row = per_size
-                        if dense_rows_ptr is not None:
-                            row = (dense_row * per_size)[:, None]
-                        if dense_desc is not None:
-                            # with an addition, which the compiler moves before the product, the
-                            # tile would not be read ahead
-                            cell = dense_desc.load([dense_first, own])  # (BM, BN)
-                            x = tl.fma(cell.to(tl.float32), row, x)
-                        else:
-                            cell = _tile(
-                                dense_ptrs + far * dense_strides[5],
-                                in_keys[None, :],
-                                None,
-                                PASS == EDGES,
-                                False,
-                            )  # (BM, BN)
-                            x += cell.to(tl.float32) * row
-
-                    if diagonal_ptr is not None:
-                        meets = offs_k[None, :] == own_key[:, None]
-                        x += tl.where(meets, diagonal_row[:, None], 0.0)
-                    if lookup_ptr is not None:
-                        code_tile = _tile(
-                            lookup_code_ptrs + far * lookup_code_strides[4],
+                if key_bias_ptr is not None:
+                    key = tl.load(key_bias_ptr + safe_k * key_bias_strides[4])
+                    if key_bias_rows_ptr is not None:
+                        x = tl.fma(key_bias_row[:, None], key[None, :], x)
+                    else:
+                        x = tl.fma(key[None, :], per_size, x)
+                if slopes_ptr is not None:
+                    where = offs_k
+                    if pos_k_ptr is not None:
+                        where = tl.load(pos_k_ptr + safe_k * pos_k_strides[3])
+                    # integers up to here; their differences are exact in fp32 up to 2**24
+                    distance = (where - origin).to(tl.float32)
+                    if SYMMETRIC:
+                        x -= row_slope[:, None] * tl.abs(distance[None, :] - position[:, None])
+                    elif alibi_rows_ptr is not None:
+                        x += row_slope[:, None] * (distance[None, :] - position[:, None])
+                    else:
+                        # softmax ignores what is constant along a row, so only keys are
+                        # counted, from the first query of the block on: near it they are few,
+                        # and exact
+                        x = tl.fma(distance[None, :], slope * per_size, x)
+                if table_ptr is not None:
+                    key_code = tl.load(codes_k_ptr + safe_k)
+                    entry = look_up(table_ptr, code[:, None] + key_code[None, :])
+                    if table_rows_ptr is not None:
+                        x += entry * (table_row * per_size)[:, None]
+                    else:
+                        x += entry * per_size
+                if ids_ptr is not None:
+                    key_region = tl.load(key_ids_ptr + safe_k * key_ids_strides[3])
+                    same = region[:, None] == key_region[None, :]
+                    # elsewhere it is chosen with what is subtracted: an addition less
+                    if not (BOUNDED or (QUICK and PASS != EDGES)):
+                        x = tl.where(same, x, x + region_row[:, None])
+                if dense_ptr is not None:
+                    row = per_size
+                    if dense_rows_ptr is not None:
+                        row = (dense_row * per_size)[:, None]
+                    if dense_desc is not None:
+                        # with an addition, which the compiler moves before the product, the
+                        # tile would not be read ahead
+                        cell = dense_desc.load([dense_first, s])  # (BM, BN)
+                        x = tl.fma(cell.to(tl.float32), row, x)
+                    else:
+                        cell = _tile(
+                            dense_ptrs + far * dense_strides[5],
                             in_keys[None, :],
                             None,
                             PASS == EDGES,
                             False,
                         )  # (BM, BN)
-                        x += look_up(lookup_ptr, code_tile) * lookup_row[:, None]
-                    if rel_h_ptr is not None:
-                        key_y = tl.load(axial_y_ptr + safe_k)
-                        key_x = tl.load(axial_x_ptr + safe_k)
-                        both = tl.load(rel_h_ptr[:, None] + key_y[None, :]).to(tl.float32)
-                        both += tl.load(rel_w_ptr[:, None] + key_x[None, :]).to(tl.float32)
-                        x += both * axial_row[:, None]
+                        x += cell.to(tl.float32) * row
 
-                    if PASS == EDGES:
-                        x = tl.where(in_keys[None, :], x, float("-inf"))
-                        if CAUSAL:
-                            x = tl.where(
-                                offs_k[None, :] <= start + offs_m[:, None], x, float("-inf")
-                            )
-                    if key_mask_ptr is not None and (PASS != INSIDE or not SCANNED):
-                        visible = tl.load(key_mask_ptr + safe_k * key_mask_strides[3])
-                        x = tl.where(visible[None, :] != 0, x, float("-inf"))
-
-                    if BOUNDED:
-                        # no exponential can overflow: no need to follow the largest score
-                        if ids_ptr is not None:
-                            x = tl.fma(x, to_exp2, tl.where(same, 0.0, apart[:, None]))
-                            p = tl.exp2(x)
-                        else:
-                            p = tl.exp2(x * to_exp2)
-                        total += tl.sum(p, 1)
-                    elif PASS == EDGES or not QUICK:
-                        new_top = tl.maximum(top, tl.max(x, 1))
-                        # where nothing is visible yet, -inf - -inf would be NaN
-                        level = tl.where(new_top == float("-inf"), 0.0, new_top)
-                        p = _weights(x, level, to_exp2, NATURAL and lse_ptr is not None)
-                        shrink = _weights(top, level, to_exp2, NATURAL and lse_ptr is not None)
-                        total = total * shrink + tl.sum(p, 1)
-                        acc = acc * shrink[:, None]
-                        top = new_top
-                    else:
-                        if ids_ptr is not None:
-                            level = top * to_exp2
-                            level = tl.where(same, -level[:, None], (apart - level)[:, None])
-                            p = tl.exp2(tl.fma(x, to_exp2, level))
-                        else:
-                            p = _weights(x, top, to_exp2, NATURAL and lse_ptr is not None)
-                        total += tl.sum(p, 1)
-                    v = _tile(
-                        v_ptrs + far * v_strides[4],
-                        in_keys[:, None],
-                        offs_dv[None, :] < DV,
+                if diagonal_ptr is not None:
+                    meets = offs_k[None, :] == own_key[:, None]
+                    x += tl.where(meets, diagonal_row[:, None], 0.0)
+                if lookup_ptr is not None:
+                    code_tile = _tile(
+                        lookup_code_ptrs + far * lookup_code_strides[4],
+                        in_keys[None, :],
+                        None,
                         PASS == EDGES,
-                        DV < BLOCK_DV,
-                    )  # (BN, BLOCK_DV)
-                    acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+                        False,
+                    )  # (BM, BN)
+                    x += look_up(lookup_ptr, code_tile) * lookup_row[:, None]
+                if rel_h_ptr is not None:
+                    key_y = tl.load(axial_y_ptr + safe_k)
+                    key_x = tl.load(axial_x_ptr + safe_k)
+                    both = tl.load(rel_h_ptr[:, None] + key_y[None, :]).to(tl.float32)
+                    both += tl.load(rel_w_ptr[:, None] + key_x[None, :]).to(tl.float32)
+                    x += both * axial_row[:, None]
+
+                if PASS == EDGES:
+                    x = tl.where(in_keys[None, :], x, float("-inf"))
+                    if CAUSAL:
+                        x = tl.where(offs_k[None, :] <= start + offs_m[:, None], x, float("-inf"))
+                if key_mask_ptr is not None and (PASS != INSIDE or not SCANNED):
+                    visible = tl.load(key_mask_ptr + safe_k * key_mask_strides[3])
+                    x = tl.where(visible[None, :] != 0, x, float("-inf"))
+
+                if BOUNDED:
+                    # no exponential can overflow: no need to follow the largest score
+                    if ids_ptr is not None:
+                        x = tl.fma(x, to_exp2, tl.where(same, 0.0, apart[:, None]))
+                        p = tl.exp2(x)
+                    else:
+                        p = tl.exp2(x * to_exp2)
+                    total += tl.sum(p, 1)
+                elif PASS == EDGES or not QUICK:
+                    new_top = tl.maximum(top, tl.max(x, 1))
+                    # where nothing is visible yet, -inf - -inf would be NaN
+                    level = tl.where(new_top == float("-inf"), 0.0, new_top)
+                    p = _weights(x, level, to_exp2, NATURAL and lse_ptr is not None)
+                    shrink = _weights(top, level, to_exp2, NATURAL and lse_ptr is not None)
+                    total = total * shrink + tl.sum(p, 1)
+                    acc = acc * shrink[:, None]
+                    top = new_top
+                else:
+                    if ids_ptr is not None:
+                        level = top * to_exp2
+                        level = tl.where(same, -level[:, None], (apart - level)[:, None])
+                        p = tl.exp2(tl.fma(x, to_exp2, level))
+                    else:
+                        p = _weights(x, top, to_exp2, NATURAL and lse_ptr is not None)
+                    total += tl.sum(p, 1)
+                v = _tile(
+                    v_ptrs + far * v_strides[4],
+                    in_keys[:, None],
+                    offs_dv[None, :] < DV,
+                    PASS == EDGES,
+                    DV < BLOCK_DV,
+                )  # (BN, BLOCK_DV)
+                acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
         again = False
         if QUICK:
             # `acc` can overflow where values are huge, too
