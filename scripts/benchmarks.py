@@ -98,10 +98,8 @@ GROUPS = {
         "check_choice.py --resume --output {output}/check_choice.csv",
     ],
     "tuning": [
-        "tune_attention.py --two-tiles --shapes 'triangle dense' 't5 dense' 'pangu dense' "
-        "'plain R=16' 'swinv2b-s3 R=16' "
-        "'non-causal R=16' 'alibi gpt2' 'pde R=16' 'd128 R=16' 'sam-b global axial' --resume "
-        "--output {output}/tune_tiles.csv",
+        "tune_attention.py --two-entries --shapes 'triangle dense' 't5 dense' 'pangu dense' "
+        "--resume --output {output}/tune_entries.csv",
         "tune_backward.py --resume --output {output}/tune_backward.csv",
     ],
     "sanitizer": ["sanitize_kernel.py --backward --resume --output {output}/sanitizer.json"],

@@ -4,11 +4,11 @@ python scripts/sanitize_kernel.py [--tools memcheck racecheck] [--backward] [--r
                                   [--output FILE.json]
 
 The script starts itself under each tool, in several processes; every kind of bias of the
-operator's tests is computed once in fp16, bf16 and fp32, at sizes that no block divides, and some
-with launch settings that have two tiles a step, or two entries of the batch a program. A tool slows
-a kernel down a hundred times, so the sizes are small. The file is written after every tool;
---resume keeps the runs of as many calls on the same card and version of torch that came to their
-end. Exit code 1 if a tool found something or could not run.
+operator's tests is computed once in fp16, bf16 and fp32, at sizes that no block divides, and a
+dense one with launch settings that have two entries of the batch a program. A tool slows a kernel
+down a hundred times, so the sizes are small. The file is written after every tool; --resume keeps
+the runs of as many calls on the same card and version of torch that came to their end. Exit code 1
+if a tool found something or could not run.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ SIZES = ((40, 16), (150, 32), (150, 64))
 DTYPES = ("float16", "bfloat16", "float32")
 #: processes at a time: most of the time goes to compiling
 PARTS = 12
-#: kinds of bias that are computed with two tiles a step, and with two entries a program
-TWO_TILES, TWO_ENTRIES = ("none", "low_rank", "relative_table", "dense", "all"), ("dense",)
+#: kinds of bias that are computed with two entries a program, too
+TWO_ENTRIES = ("dense",)
 #: of a part that had no time left
 NOT_DONE = "not done in"
 
@@ -47,9 +47,8 @@ def cases() -> list[tuple[int, int, str, str, dict[str, int]]]:
 
     n, d = SIZES[1]
     usual = [(n, d, dtype, name, {}) for n, d in SIZES for dtype in DTYPES for name in BIASES]
-    tiles = [(n, d, dtype, name, {"tiles": 2}) for dtype in DTYPES for name in TWO_TILES]
     entries = [(n, d, dtype, name, {"entries": 2}) for dtype in DTYPES[:2] for name in TWO_ENTRIES]
-    return [*usual, *tiles, *entries]
+    return [*usual, *entries]
 
 
 def compute(part: int, backward: bool) -> int:

@@ -1,10 +1,11 @@
 """Measure launch settings of the kernel on this card.
 
-python scripts/tune_attention.py [--shapes NAME ...] [--quick | --two-tiles] [--output FILE.csv]
+python scripts/tune_attention.py [--shapes NAME ...] [--quick | --two-entries] [--output FILE.csv]
 
 Shape by shape, settings are compiled in parallel processes first, then timed one by one. The table
 has one row per shape and settings: median milliseconds, and whether calls are launched with them
-now. `flashbias_convert/attention/tuning.py` holds the rule that was read off it.
+now. `flashbias_convert/attention/tuning.py` holds the rule that was read off it. With --two-entries
+shapes whose bias is not shared have the settings that they get now, and no others.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 from attention_launches import launched
-from attention_shapes import SHAPES, SHORT, dense
+from attention_shapes import SHAPES, SHORT, Shape, dense
 from failures import is_lost, state_of_row
 from row_file import RowFile
 from turns import alone
@@ -39,23 +40,6 @@ FIELDS = ("shape", *SETTINGS, "present", "ms", "state", "card", "torch", "triton
 OK = "ok"
 
 
-#: with two tiles a step, or tall ones, that leave the compiler the registers to let products of the
-#: tensor cores overlap, or as many programs as without: by the largest head size
-TWO_TILES = {
-    32: [
-        (128, 64, 8, 128, 2), (64, 64, 4, 112, 2), (128, 32, 4, 168, 2), (128, 64, 4, None, 2),
-        (64, 32, 4, 96, 2), (64, 128, 4, 168, 1), (64, 64, 4, 112, 1), (128, 128, 8, None, 1),
-        (256, 64, 8, None, 1), (256, 64, 8, 128, 1),
-    ],
-    64: [
-        (128, 64, 4, None, 2), (128, 64, 8, None, 2), (128, 32, 8, 128, 2), (128, 32, 4, None, 2),
-        (64, 64, 4, 168, 2), (64, 64, 4, 168, 1), (128, 128, 8, None, 1), (64, 128, 4, None, 1),
-        (256, 64, 8, None, 1), (256, 64, 8, None, 2),
-    ],
-    256: [(128, 64, 8, None, 2), (128, 32, 8, None, 2), (64, 32, 4, None, 2), (64, 64, 4, None, 2)],
-}  # fmt: skip
-
-
 #: two entries of the batch that share tiles of a dense bias
 TWO_ENTRIES = [
     (128, 32, 8, 128), (64, 32, 4, 128), (64, 32, 4, 168), (128, 32, 4, None), (128, 64, 8, None),
@@ -63,18 +47,22 @@ TWO_ENTRIES = [
 ]  # fmt: skip
 
 
-def two_tiles(name: str) -> list[LaunchSettings]:
-    """Settings of `TWO_TILES` for a shape, after those that a call gets, then of `TWO_ENTRIES`."""
-    shape = ALL[name]
-    some = min(size for size in TWO_TILES if size >= shape.d)
-    found = [(*each, 1) for each in TWO_TILES[some]]
-    if shape.bias is dense and max(shape.batch) > 1 and shape.d <= WIDEST and not shape.options:
-        found += [(*each, 1, 2) for each in TWO_ENTRIES]
-    return [present(name)] + [
-        LaunchSettings(m, n, warps, depth, *others)
-        for m, n, warps, *others in found
+def two_entries(name: str) -> list[LaunchSettings]:
+    """What a call of a shape gets, then `TWO_ENTRIES` where entries of its batch share a bias."""
+    found = [present(name)]
+    if not shares(ALL[name]):
+        return found
+    return found + [
+        LaunchSettings(m, n, warps, depth, registers, entries=2)
+        for m, n, warps, registers in TWO_ENTRIES
         for depth in (2, 3)
     ]
+
+
+def shares(shape: Shape) -> bool:
+    """Whether launch settings with two entries make a difference, see `shared_dense.is_shared`."""
+    plain = shape.bias is dense and {"scale"}.issuperset(shape.options)
+    return plain and shape.batch[-1] > 1 and shape.d <= WIDEST
 
 
 def present(name: str) -> LaunchSettings:
@@ -175,7 +163,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=ROOT / "scripts/results/tuning.csv")
     parser.add_argument("--quick", action="store_true", help="only the usual winners")
     parser.add_argument(
-        "--two-tiles", action="store_true", help="`TWO_TILES` and `TWO_ENTRIES`, instead"
+        "--two-entries", action="store_true", help="`TWO_ENTRIES`, of shapes that share a bias"
     )
     parser.add_argument("--resume", action="store_true", help="keep the rows of the output")
     parser.add_argument("--stop-s", type=float, default=math.inf, help="begin no shape after")
@@ -196,7 +184,7 @@ def main() -> None:
             if time.monotonic() - started > options.stop_s:
                 print(f"stopped before {name}")
                 break
-            found = two_tiles(name) if options.two_tiles else candidates(name, options.quick)
+            found = two_entries(name) if options.two_entries else candidates(name, options.quick)
             left = [s for s in dict.fromkeys(found) if table.find(_row(name, s, where)) is None]
             states = pool.map(run_once, [(name, s) for s in left], chunksize=1)
             for settings, state in zip(left, states, strict=True):

@@ -227,7 +227,6 @@ def _plan(
         "QUICK": half and not bounded,
         "BM": settings.block_m,
         "BN": settings.block_n,
-        "TILES": settings.tiles,
     }
     tiles: TileDescriptor | None = None
     if "dense" in tensors and n > MOST_QUERIES:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_forward import _at
+from .triton_steps import at
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -46,6 +46,6 @@ def combine_parts_kernel(
     weight = tl.exp2(level - tl.where(top == float("-inf"), 0.0, top))
     whole = tl.sum(weight * total, 0)
     out = tl.sum(weight[:, None] * acc, 0) / tl.where(whole == 0.0, 1.0, whole)
-    o_ptr = _at(o_ptr, o_strides, b // batch_2 // batch_1, (b // batch_2) % batch_1, b % batch_2)
+    o_ptr = at(o_ptr, o_strides, b // batch_2 // batch_1, (b // batch_2) % batch_1, b % batch_2)
     o_ptr += h.to(tl.int64) * o_strides[3] + n.to(tl.int64) * o_strides[4]
     tl.store(o_ptr + offs_dv * o_strides[5], out.to(o_ptr.dtype.element_ty), mask=offs_dv < DV)

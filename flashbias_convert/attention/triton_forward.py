@@ -14,78 +14,31 @@ import triton.language as tl
 
 from . import packing
 from .triton_lookup import look_up
+from .triton_steps import (
+    EDGES,
+    INSIDE,
+    LOG2E,
+    at,
+    follow,
+    products,
+    raise_level,
+    start_quick,
+    tile,
+    usual_rows,
+    visible_range,
+    weights,
+)
 
-LOG2E = tl.constexpr(1.4426950408889634)
-#: what fp32 cuts off of it
+#: what fp32 cuts off of LOG2E
 LOG2E_REST = tl.constexpr(1.92596298909109e-8)
 LN2 = tl.constexpr(0.6931471805599453)
 SMALLEST_SCALE = tl.constexpr(packing.SMALLEST_SCALE)
-#: passes over the tiles of a row of blocks: those that the ends of the keys or causality cut, and
-#: all others; a third one is for the others where the mask of the keys has holes
-EDGES, INSIDE = tl.constexpr(0), tl.constexpr(1)
-#: keys of a mask that are looked at together
-MASK_BLOCK = tl.constexpr(1024)
-
-
-@triton.jit
-def _at(ptr, strides, b0, b1, b2):
-    """`ptr` moved to one batch entry; 64-bit, since offsets may pass 2**31."""
-    return (
-        ptr
-        + b0.to(tl.int64) * strides[0]
-        + b1.to(tl.int64) * strides[1]
-        + b2.to(tl.int64) * strides[2]
-    )
 
 
 @triton.jit
 def _rows(ptr, strides, b0, b1, b2, g, offs_m):
     """One number per query row of a row scale, shape (BM,)."""
-    return tl.load(_at(ptr, strides, b0, b1, b2) + g * strides[3] + offs_m * strides[4])
-
-
-@triton.jit
-def _tile(ptrs, in_keys, in_columns, RAGGED_KEYS: tl.constexpr, RAGGED_COLUMNS: tl.constexpr):
-    """Load a tile; what lies outside the tensor reads as zero."""
-    if RAGGED_KEYS and RAGGED_COLUMNS:
-        return tl.load(ptrs, mask=in_keys & in_columns, other=0.0)
-    elif RAGGED_KEYS:
-        return tl.load(ptrs, mask=in_keys, other=0.0)
-    elif RAGGED_COLUMNS:
-        return tl.load(ptrs, mask=in_columns, other=0.0)
-    else:
-        return tl.load(ptrs)
-
-
-@triton.jit
-def _weights(x, level, to_exp2, TRAINING: tl.constexpr):
-    """2**((x - level) * to_exp2); x has the dimensions of level, or one more."""
-    if len(x.shape) == 2:
-        level = level[:, None]
-    if TRAINING:
-        # the backward pass takes the same differences, and rounds them alike
-        return tl.exp2((x - level) * to_exp2)
-    else:
-        # one fused multiply-add each: only the difference is rounded
-        return tl.exp2(x * to_exp2 - level * to_exp2)
-
-
-@triton.jit
-def _visible_range(mask_ptr, stride, end):
-    """The first visible key, one past the last, and whether all between them are visible.
-
-    Of the first `end` keys. Masks of padding are such ranges.
-    """
-    first, last, count = end, 0, 0
-    keys = tl.arange(0, MASK_BLOCK)
-    for s in range(0, end, MASK_BLOCK):
-        at = s + keys
-        seen = tl.load(mask_ptr + at.to(tl.int64) * stride, mask=at < end, other=0) != 0
-        first = tl.minimum(first, tl.min(tl.where(seen, at, end), 0))
-        last = tl.maximum(last, tl.max(tl.where(seen, at + 1, 0), 0))
-        count += tl.sum(seen.to(tl.int32), 0)
-    first = tl.minimum(first, last)
-    return first, last, count == last - first
+    return tl.load(at(ptr, strides, b0, b1, b2) + g * strides[3] + offs_m * strides[4])
 
 
 @triton.jit
@@ -95,26 +48,6 @@ def _careful_exp(x):
     lost = tl.fma(x, LOG2E, -y) + x * LOG2E_REST
     lost = tl.where(tl.abs(y) < 256.0, lost, 0.0)  # infinities
     return tl.exp2(y) * (1.0 + lost * LN2)
-
-
-@triton.jit
-def _products(
-    q, phi_q, k_ptrs, phi_k_ptrs, k_strides, phi_k_strides, first, offs_n, M, offs_d, size,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr, NATURAL: tl.constexpr,
-    WIDE: tl.constexpr, EDGE: tl.constexpr,
-):  # fmt: skip
-    """Scores of a tile but for terms that are added to them, (BM, BN): q k + phi_q phi_k."""
-    # 64 bits where an offset may need them; they cost a little in every step
-    far = tl.cast(first, tl.int64) if WIDE else first
-    in_keys = (first + offs_n < M)[None, :]
-    k = _tile(k_ptrs + far * k_strides[4], in_keys, offs_d[:, None] < D, EDGE, D < BLOCK_D)
-    x = tl.dot(q, k, input_precision="ieee")
-    if NATURAL:
-        x = x * size
-    if COLUMNS > 0:
-        phi_k = _tile(phi_k_ptrs + far * phi_k_strides[4], in_keys, None, EDGE, False)
-        x = tl.dot(phi_q, phi_k, x, input_precision="ieee")
-    return x
 
 
 @triton.jit(do_not_specialize=["query_start", "parts"])
@@ -146,14 +79,10 @@ def attention_kernel(
     WIDE: tl.constexpr,
     CAUSAL: tl.constexpr, COSINE: tl.constexpr, SYMMETRIC: tl.constexpr, BOUNDED: tl.constexpr,
     QUICK: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    # Quick steps: the level that they start from at least, and sums of weights that tell that it
-    # was right, all in units of the level. fp16 weights overflow, and are coarse below 2**-14.
-    HALF: tl.constexpr = o_ptr.dtype.element_ty == tl.float16
-    LOWEST_LEVEL: tl.constexpr = -4.0 if HALF else -24.0
-    LEAST_SUM: tl.constexpr = 0.5 if HALF else 2.0**-20
-    LARGEST_SUM: tl.constexpr = 2.0**15 if HALF else 2.0**60
+    FP16: tl.constexpr = o_ptr.dtype.element_ty == tl.float16
+    TRAINING: tl.constexpr = NATURAL and lse_ptr is not None
 
     # which tile: query blocks fastest, so that programs side by side share k and v
     blocks = tl.cdiv(N, BM)
@@ -188,7 +117,7 @@ def attention_kernel(
 
     start = query_start
     if starts_ptr is not None:
-        start = tl.load(_at(starts_ptr, starts_strides, b0, b1, b2)).to(tl.int32)
+        start = tl.load(at(starts_ptr, starts_strides, b0, b1, b2)).to(tl.int32)
 
     # scores are kept in units of the scale, x = (scale * q k + bias) / size: the size waits for the
     # exponential, where it is free, and the sign goes into q, where it is exact. A tiny scale goes
@@ -200,7 +129,7 @@ def attention_kernel(
     # in fp32 the units stay natural: dividing a large bias would round it
     per_size = 1.0 if NATURAL else 1.0 / size
 
-    q_ptr = _at(q_ptr, q_strides, b0, b1, b2) + h.to(tl.int64) * q_strides[3]
+    q_ptr = at(q_ptr, q_strides, b0, b1, b2) + h.to(tl.int64) * q_strides[3]
     q = tl.load(
         q_ptr + safe_m[:, None] * q_strides[4] + near_d[None, :] * q_strides[5],
         mask=in_rows[:, None] & (offs_d[None, :] < D),
@@ -217,7 +146,7 @@ def attention_kernel(
     phi_q = q
     if COLUMNS > 0:
         offs_c = tl.arange(0, COLUMNS)
-        phi_q_ptr = _at(phi_q_ptr, phi_q_strides, b0, b1, b2) + g.to(tl.int64) * phi_q_strides[3]
+        phi_q_ptr = at(phi_q_ptr, phi_q_strides, b0, b1, b2) + g.to(tl.int64) * phi_q_strides[3]
         phi_q = tl.load(
             phi_q_ptr + safe_m[:, None] * phi_q_strides[4] + offs_c[None, :],
             mask=in_rows[:, None],
@@ -234,16 +163,16 @@ def attention_kernel(
 
     # what the elementwise terms need of the rows
     if key_bias_ptr is not None:
-        key_bias_ptr = _at(key_bias_ptr, key_bias_strides, b0, b1, b2) + g * key_bias_strides[3]
+        key_bias_ptr = at(key_bias_ptr, key_bias_strides, b0, b1, b2) + g * key_bias_strides[3]
         if key_bias_rows_ptr is not None:
             key_bias_row = _rows(key_bias_rows_ptr, key_bias_rows_strides, b0, b1, b2, g, safe_m)
             key_bias_row *= per_size
     if slopes_ptr is not None:
-        slope = tl.load(_at(slopes_ptr, slopes_strides, b0, b1, b2) + g * slopes_strides[3])
+        slope = tl.load(at(slopes_ptr, slopes_strides, b0, b1, b2) + g * slopes_strides[3])
         origin = start + first
         position = start + offs_m
         if pos_q_ptr is not None:
-            pos_q_ptr = _at(pos_q_ptr, pos_q_strides, b0, b1, b2)
+            pos_q_ptr = at(pos_q_ptr, pos_q_strides, b0, b1, b2)
             origin = tl.load(pos_q_ptr + tl.cast(first, tl.int64) * pos_q_strides[3])
             position = tl.load(pos_q_ptr + safe_m * pos_q_strides[3])
         position = (position - origin).to(tl.float32)
@@ -251,24 +180,24 @@ def attention_kernel(
         if alibi_rows_ptr is not None:
             row_slope *= _rows(alibi_rows_ptr, alibi_rows_strides, b0, b1, b2, g, safe_m)
         if pos_k_ptr is not None:
-            pos_k_ptr = _at(pos_k_ptr, pos_k_strides, b0, b1, b2)
+            pos_k_ptr = at(pos_k_ptr, pos_k_strides, b0, b1, b2)
     if table_ptr is not None:
-        table_ptr = _at(table_ptr, table_strides, b0, b1, b2) + g.to(tl.int64) * table_strides[3]
+        table_ptr = at(table_ptr, table_strides, b0, b1, b2) + g.to(tl.int64) * table_strides[3]
         code = tl.load(codes_q_ptr + safe_m)
         if table_rows_ptr is not None:
             table_row = _rows(table_rows_ptr, table_rows_strides, b0, b1, b2, g, safe_m)
     if ids_ptr is not None:
-        region = tl.load(_at(ids_ptr, ids_strides, b0, b1, b2) + safe_m * ids_strides[3])
-        key_ids_ptr = _at(key_ids_ptr, key_ids_strides, b0, b1, b2)
+        region = tl.load(at(ids_ptr, ids_strides, b0, b1, b2) + safe_m * ids_strides[3])
+        key_ids_ptr = at(key_ids_ptr, key_ids_strides, b0, b1, b2)
         region_row = tl.zeros([BM], tl.float32) + region_value * per_size
         if region_rows_ptr is not None:
             region_row *= _rows(region_rows_ptr, region_rows_strides, b0, b1, b2, g, safe_m)
     if dense_ptr is not None:
         if dense_desc is not None:
             # one matrix of the rows of all heads and batch entries
-            before = _at(g.to(tl.int64) * dense_strides[3], dense_strides, b0, b1, b2)
+            before = at(g.to(tl.int64) * dense_strides[3], dense_strides, b0, b1, b2)
             dense_first = (before // dense_strides[4]).to(tl.int32) + first
-        dense_ptr = _at(dense_ptr, dense_strides, b0, b1, b2) + g.to(tl.int64) * dense_strides[3]
+        dense_ptr = at(dense_ptr, dense_strides, b0, b1, b2) + g.to(tl.int64) * dense_strides[3]
         dense_ptr = dense_ptr + safe_m * dense_strides[4]
         if dense_rows_ptr is not None:
             dense_row = _rows(dense_rows_ptr, dense_rows_strides, b0, b1, b2, g, safe_m)
@@ -278,23 +207,23 @@ def attention_kernel(
         if diagonal_rows_ptr is not None:
             diagonal_row *= _rows(diagonal_rows_ptr, diagonal_rows_strides, b0, b1, b2, g, safe_m)
     if lookup_ptr is not None:
-        lookup_ptr = _at(lookup_ptr, lookup_strides, b0, b1, b2)
+        lookup_ptr = at(lookup_ptr, lookup_strides, b0, b1, b2)
         lookup_ptr += g.to(tl.int64) * lookup_strides[3]
-        lookup_code_ptr = _at(lookup_code_ptr, lookup_code_strides, b0, b1, b2)
+        lookup_code_ptr = at(lookup_code_ptr, lookup_code_strides, b0, b1, b2)
         lookup_code_ptr = lookup_code_ptr + safe_m * lookup_code_strides[3]
         lookup_row = tl.zeros([BM], tl.float32) + per_size
         if lookup_rows_ptr is not None:
             lookup_row *= _rows(lookup_rows_ptr, lookup_rows_strides, b0, b1, b2, g, safe_m)
     if rel_h_ptr is not None:
-        rel_h_ptr = _at(rel_h_ptr, rel_h_strides, b0, b1, b2) + g.to(tl.int64) * rel_h_strides[3]
+        rel_h_ptr = at(rel_h_ptr, rel_h_strides, b0, b1, b2) + g.to(tl.int64) * rel_h_strides[3]
         rel_h_ptr = rel_h_ptr + safe_m * rel_h_strides[4]
-        rel_w_ptr = _at(rel_w_ptr, rel_w_strides, b0, b1, b2) + g.to(tl.int64) * rel_w_strides[3]
+        rel_w_ptr = at(rel_w_ptr, rel_w_strides, b0, b1, b2) + g.to(tl.int64) * rel_w_strides[3]
         rel_w_ptr = rel_w_ptr + safe_m * rel_w_strides[4]
         axial_row = tl.zeros([BM], tl.float32) + per_size
         if axial_rows_ptr is not None:
             axial_row *= _rows(axial_rows_ptr, axial_rows_strides, b0, b1, b2, g, safe_m)
     if key_mask_ptr is not None:
-        key_mask_ptr = _at(key_mask_ptr, key_mask_strides, b0, b1, b2)
+        key_mask_ptr = at(key_mask_ptr, key_mask_strides, b0, b1, b2)
 
     # keys below `full` are visible to every row of this block, keys from `end` on to none
     end = M
@@ -307,7 +236,7 @@ def attention_kernel(
     if SCANNED:
         # of padding it is enough to know where it is: hidden keys at both ends are not read, and
         # tiles between them need no mask. One at the left that is hidden in part comes first.
-        first_seen, end, is_range = _visible_range(key_mask_ptr, key_mask_strides[3], end)
+        first_seen, end, is_range = visible_range(key_mask_ptr, key_mask_strides[3], end)
         padded_tile = first_seen // BN * BN
         left = tl.where(first_seen > padded_tile, BN, 0)
         begin = padded_tile + left
@@ -324,15 +253,15 @@ def attention_kernel(
         full = tl.maximum(tl.minimum(full, end), begin)
         seen = end - begin
 
-    k_ptr = _at(k_ptr, k_strides, b0, b1, b2) + h_kv.to(tl.int64) * k_strides[3]
-    v_ptr = _at(v_ptr, v_strides, b0, b1, b2) + h_kv.to(tl.int64) * v_strides[3]
+    k_ptr = at(k_ptr, k_strides, b0, b1, b2) + h_kv.to(tl.int64) * k_strides[3]
+    v_ptr = at(v_ptr, v_strides, b0, b1, b2) + h_kv.to(tl.int64) * v_strides[3]
     if ALIGNED_ROWS:
         k_ptr, v_ptr = tl.multiple_of(k_ptr, 16), tl.multiple_of(v_ptr, 16)
     k_ptrs = k_ptr + near_n[None, :] * k_strides[4] + near_d[:, None] * k_strides[5]
     v_ptrs = v_ptr + near_n[:, None] * v_strides[4] + near_dv[None, :] * v_strides[5]
     phi_k_ptrs = k_ptrs
     if COLUMNS > 0:
-        phi_k_ptr = _at(phi_k_ptr, phi_k_strides, b0, b1, b2)
+        phi_k_ptr = at(phi_k_ptr, phi_k_strides, b0, b1, b2)
         phi_k_ptr += g.to(tl.int64) * phi_k_strides[3]
         phi_k_ptrs = phi_k_ptr + near_n[None, :] * phi_k_strides[4] + offs_c[:, None]
     if lookup_ptr is not None:
@@ -349,13 +278,10 @@ def attention_kernel(
     first_key = full
     if QUICK:
         first_key = tl.where((full == end) & (left == 0), tl.maximum(end - BN, begin), full)
-    if TILES == 2:
-        first_key = begin + (first_key - begin) // (2 * BN) * (2 * BN)
     quick_end = first_key
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BLOCK_DV], tl.float32)
-    least = tl.zeros([BM], tl.float32) + LEAST_SUM
     again = True
     while again:
         for PASS in tl.static_range(3 if SCANNED else 2):
@@ -364,165 +290,137 @@ def attention_kernel(
             if SCANNED and PASS != EDGES:
                 upper = tl.where(is_range == (PASS == INSIDE), quick_end, begin)
             if QUICK and PASS == INSIDE:
-                # a level so low that usual scores would overflow is raised
-                lowest = tl.where(quick_end > begin, LOWEST_LEVEL / to_exp2, float("-inf"))
-                raised = tl.maximum(top, lowest)
+                raised = raise_level(top, quick_end > begin, to_exp2, FP16)
                 if parts_ptr is not None:
                     # with ALiBi far keys are all low; a whole block of them is as good a level as
                     # any, and no reason to compute a part twice
                     raised = tl.where((full == end) & (top > float("-inf")), top, raised)
-                # weights below 2**-14 lose bits in fp16: many of them must not make up a sum
-                fewest = tl.maximum(LEAST_SUM, seen * 2.0**-13) if HALF else LEAST_SUM
-                least = tl.where(top == raised, LEAST_SUM, fewest)
-                shrink = tl.where(top == raised, 1.0, tl.exp2((top - raised) * to_exp2))
-                total, acc, top = total * shrink, acc * shrink[:, None], raised
-            for s in tl.range(lower, upper, 2 * BN if TILES == 2 and PASS == INSIDE else BN):
+                total, acc, least = start_quick(top, raised, total, acc, to_exp2, seen, FP16)
+                top = raised
+            for s in tl.range(lower, upper, BN):
                 if SCANNED and PASS == EDGES:
                     s = tl.multiple_of(tl.where(s < first_key, padded_tile, s), BN)
-                # of two tiles the second product is under way while weights of the first are made
-                x_0 = _products(
+                x = products(
                     q, phi_q, k_ptrs, phi_k_ptrs, k_strides, phi_k_strides,
                     s, offs_n, M, offs_d, size,
                     D, BLOCK_D, COLUMNS, NATURAL, WIDE, PASS == EDGES,
                 )  # fmt: skip
-                x_1 = x_0
-                if TILES == 2 and PASS == INSIDE:
-                    x_1 = _products(
-                        q, phi_q, k_ptrs, phi_k_ptrs, k_strides, phi_k_strides,
-                        s + BN, offs_n, M, offs_d, size,
-                        D, BLOCK_D, COLUMNS, NATURAL, WIDE, False,
-                    )  # fmt: skip
-                for PART in tl.static_range(2 if TILES == 2 and PASS == INSIDE else 1):
-                    own = s + PART * BN
-                    x = x_0 if PART == 0 else x_1
-                    far = tl.cast(own, tl.int64) if WIDE else own
-                    offs_k = own + offs_n
-                    in_keys = offs_k < M
-                    # vectors over keys are read at a valid key; scores of others are masked below
-                    safe_k = tl.minimum(offs_k, M - 1) if PASS == EDGES else offs_k
-                    safe_k = safe_k.to(tl.int64)
+                far = tl.cast(s, tl.int64) if WIDE else s
+                offs_k = s + offs_n
+                in_keys = offs_k < M
+                # vectors over keys are read at a valid key; scores of others are masked below
+                safe_k = tl.minimum(offs_k, M - 1) if PASS == EDGES else offs_k
+                safe_k = safe_k.to(tl.int64)
 
-                    if key_bias_ptr is not None:
-                        key = tl.load(key_bias_ptr + safe_k * key_bias_strides[4])
-                        if key_bias_rows_ptr is not None:
-                            x = tl.fma(key_bias_row[:, None], key[None, :], x)
-                        else:
-                            x = tl.fma(key[None, :], per_size, x)
-                    if slopes_ptr is not None:
-                        where = offs_k
-                        if pos_k_ptr is not None:
-                            where = tl.load(pos_k_ptr + safe_k * pos_k_strides[3])
-                        # integers up to here; their differences are exact in fp32 up to 2**24
-                        distance = (where - origin).to(tl.float32)
-                        if SYMMETRIC:
-                            x -= row_slope[:, None] * tl.abs(distance[None, :] - position[:, None])
-                        elif alibi_rows_ptr is not None:
-                            x += row_slope[:, None] * (distance[None, :] - position[:, None])
-                        else:
-                            # softmax ignores what is constant along a row, so only keys are
-                            # counted, from the first query of the block on: near it they are few,
-                            # and exact
-                            x = tl.fma(distance[None, :], slope * per_size, x)
-                    if table_ptr is not None:
-                        key_code = tl.load(codes_k_ptr + safe_k)
-                        entry = look_up(table_ptr, code[:, None] + key_code[None, :])
-                        if table_rows_ptr is not None:
-                            x += entry * (table_row * per_size)[:, None]
-                        else:
-                            x += entry * per_size
-                    if ids_ptr is not None:
-                        key_region = tl.load(key_ids_ptr + safe_k * key_ids_strides[3])
-                        same = region[:, None] == key_region[None, :]
-                        # elsewhere it is chosen with what is subtracted: an addition less
-                        if not (BOUNDED or (QUICK and PASS != EDGES)):
-                            x = tl.where(same, x, x + region_row[:, None])
-                    if dense_ptr is not None:
-                        row = per_size
-                        if dense_rows_ptr is not None:
-                            row = (dense_row * per_size)[:, None]
-                        if dense_desc is not None:
-                            # with an addition, which the compiler moves before the product, the
-                            # tile would not be read ahead
-                            cell = dense_desc.load([dense_first, own])  # (BM, BN)
-                            x = tl.fma(cell.to(tl.float32), row, x)
-                        else:
-                            cell = _tile(
-                                dense_ptrs + far * dense_strides[5],
-                                in_keys[None, :],
-                                None,
-                                PASS == EDGES,
-                                False,
-                            )  # (BM, BN)
-                            x += cell.to(tl.float32) * row
-
-                    if diagonal_ptr is not None:
-                        meets = offs_k[None, :] == own_key[:, None]
-                        x += tl.where(meets, diagonal_row[:, None], 0.0)
-                    if lookup_ptr is not None:
-                        code_tile = _tile(
-                            lookup_code_ptrs + far * lookup_code_strides[4],
+                if key_bias_ptr is not None:
+                    key = tl.load(key_bias_ptr + safe_k * key_bias_strides[4])
+                    if key_bias_rows_ptr is not None:
+                        x = tl.fma(key_bias_row[:, None], key[None, :], x)
+                    else:
+                        x = tl.fma(key[None, :], per_size, x)
+                if slopes_ptr is not None:
+                    where = offs_k
+                    if pos_k_ptr is not None:
+                        where = tl.load(pos_k_ptr + safe_k * pos_k_strides[3])
+                    # integers up to here; their differences are exact in fp32 up to 2**24
+                    distance = (where - origin).to(tl.float32)
+                    if SYMMETRIC:
+                        x -= row_slope[:, None] * tl.abs(distance[None, :] - position[:, None])
+                    elif alibi_rows_ptr is not None:
+                        x += row_slope[:, None] * (distance[None, :] - position[:, None])
+                    else:
+                        # softmax ignores what is constant along a row, so only keys are
+                        # counted, from the first query of the block on: near it they are few,
+                        # and exact
+                        x = tl.fma(distance[None, :], slope * per_size, x)
+                if table_ptr is not None:
+                    key_code = tl.load(codes_k_ptr + safe_k)
+                    entry = look_up(table_ptr, code[:, None] + key_code[None, :])
+                    if table_rows_ptr is not None:
+                        x += entry * (table_row * per_size)[:, None]
+                    else:
+                        x += entry * per_size
+                if ids_ptr is not None:
+                    key_region = tl.load(key_ids_ptr + safe_k * key_ids_strides[3])
+                    same = region[:, None] == key_region[None, :]
+                    # elsewhere it is chosen with what is subtracted: an addition less
+                    if not (BOUNDED or (QUICK and PASS != EDGES)):
+                        x = tl.where(same, x, x + region_row[:, None])
+                if dense_ptr is not None:
+                    row = per_size
+                    if dense_rows_ptr is not None:
+                        row = (dense_row * per_size)[:, None]
+                    if dense_desc is not None:
+                        # with an addition, which the compiler moves before the product, the
+                        # tile would not be read ahead
+                        cell = dense_desc.load([dense_first, s])  # (BM, BN)
+                        x = tl.fma(cell.to(tl.float32), row, x)
+                    else:
+                        cell = tile(
+                            dense_ptrs + far * dense_strides[5],
                             in_keys[None, :],
                             None,
                             PASS == EDGES,
                             False,
                         )  # (BM, BN)
-                        x += look_up(lookup_ptr, code_tile) * lookup_row[:, None]
-                    if rel_h_ptr is not None:
-                        key_y = tl.load(axial_y_ptr + safe_k)
-                        key_x = tl.load(axial_x_ptr + safe_k)
-                        both = tl.load(rel_h_ptr[:, None] + key_y[None, :]).to(tl.float32)
-                        both += tl.load(rel_w_ptr[:, None] + key_x[None, :]).to(tl.float32)
-                        x += both * axial_row[:, None]
+                        x += cell.to(tl.float32) * row
 
-                    if PASS == EDGES:
-                        x = tl.where(in_keys[None, :], x, float("-inf"))
-                        if CAUSAL:
-                            x = tl.where(
-                                offs_k[None, :] <= start + offs_m[:, None], x, float("-inf")
-                            )
-                    if key_mask_ptr is not None and (PASS != INSIDE or not SCANNED):
-                        visible = tl.load(key_mask_ptr + safe_k * key_mask_strides[3])
-                        x = tl.where(visible[None, :] != 0, x, float("-inf"))
-
-                    if BOUNDED:
-                        # no exponential can overflow: no need to follow the largest score
-                        if ids_ptr is not None:
-                            x = tl.fma(x, to_exp2, tl.where(same, 0.0, apart[:, None]))
-                            p = tl.exp2(x)
-                        else:
-                            p = tl.exp2(x * to_exp2)
-                        total += tl.sum(p, 1)
-                    elif PASS == EDGES or not QUICK:
-                        new_top = tl.maximum(top, tl.max(x, 1))
-                        # where nothing is visible yet, -inf - -inf would be NaN
-                        level = tl.where(new_top == float("-inf"), 0.0, new_top)
-                        p = _weights(x, level, to_exp2, NATURAL and lse_ptr is not None)
-                        shrink = _weights(top, level, to_exp2, NATURAL and lse_ptr is not None)
-                        total = total * shrink + tl.sum(p, 1)
-                        acc = acc * shrink[:, None]
-                        top = new_top
-                    else:
-                        if ids_ptr is not None:
-                            level = top * to_exp2
-                            level = tl.where(same, -level[:, None], (apart - level)[:, None])
-                            p = tl.exp2(tl.fma(x, to_exp2, level))
-                        else:
-                            p = _weights(x, top, to_exp2, NATURAL and lse_ptr is not None)
-                        total += tl.sum(p, 1)
-                    v = _tile(
-                        v_ptrs + far * v_strides[4],
-                        in_keys[:, None],
-                        offs_dv[None, :] < DV,
+                if diagonal_ptr is not None:
+                    meets = offs_k[None, :] == own_key[:, None]
+                    x += tl.where(meets, diagonal_row[:, None], 0.0)
+                if lookup_ptr is not None:
+                    code_tile = tile(
+                        lookup_code_ptrs + far * lookup_code_strides[4],
+                        in_keys[None, :],
+                        None,
                         PASS == EDGES,
-                        DV < BLOCK_DV,
-                    )  # (BN, BLOCK_DV)
-                    acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+                        False,
+                    )  # (BM, BN)
+                    x += look_up(lookup_ptr, code_tile) * lookup_row[:, None]
+                if rel_h_ptr is not None:
+                    key_y = tl.load(axial_y_ptr + safe_k)
+                    key_x = tl.load(axial_x_ptr + safe_k)
+                    both = tl.load(rel_h_ptr[:, None] + key_y[None, :]).to(tl.float32)
+                    both += tl.load(rel_w_ptr[:, None] + key_x[None, :]).to(tl.float32)
+                    x += both * axial_row[:, None]
+
+                if PASS == EDGES:
+                    x = tl.where(in_keys[None, :], x, float("-inf"))
+                    if CAUSAL:
+                        x = tl.where(offs_k[None, :] <= start + offs_m[:, None], x, float("-inf"))
+                if key_mask_ptr is not None and (PASS != INSIDE or not SCANNED):
+                    visible = tl.load(key_mask_ptr + safe_k * key_mask_strides[3])
+                    x = tl.where(visible[None, :] != 0, x, float("-inf"))
+
+                if BOUNDED:
+                    # no exponential can overflow: no need to follow the largest score
+                    if ids_ptr is not None:
+                        x = tl.fma(x, to_exp2, tl.where(same, 0.0, apart[:, None]))
+                        p = tl.exp2(x)
+                    else:
+                        p = tl.exp2(x * to_exp2)
+                    total += tl.sum(p, 1)
+                elif PASS == EDGES or not QUICK:
+                    top, total, acc, p = follow(x, top, total, acc, to_exp2, TRAINING)
+                else:
+                    if ids_ptr is not None:
+                        level = top * to_exp2
+                        level = tl.where(same, -level[:, None], (apart - level)[:, None])
+                        p = tl.exp2(tl.fma(x, to_exp2, level))
+                    else:
+                        p = weights(x, top, to_exp2, TRAINING)
+                    total += tl.sum(p, 1)
+                v = tile(
+                    v_ptrs + far * v_strides[4],
+                    in_keys[:, None],
+                    offs_dv[None, :] < DV,
+                    PASS == EDGES,
+                    DV < BLOCK_DV,
+                )  # (BN, BLOCK_DV)
+                acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
         again = False
         if QUICK:
-            # `acc` can overflow where values are huge, too
-            finite = tl.sum(tl.abs(acc), 1) < float("inf")
-            usual = (total >= least) & (total <= LARGEST_SUM) & finite
-            unusual = in_rows & (usual == 0)
+            unusual = in_rows & (usual_rows(total, acc, least, FP16) == 0)
             again = (tl.max(unusual.to(tl.int32), 0) > 0) & (quick_end > begin)
             if again:
                 first_key, quick_end = begin, begin
@@ -547,7 +445,7 @@ def attention_kernel(
         # a row without any visible key gives zeros
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         if gate_ptr is not None:
-            gate_ptr = _at(gate_ptr, gate_strides, b0, b1, b2) + h.to(tl.int64) * gate_strides[3]
+            gate_ptr = at(gate_ptr, gate_strides, b0, b1, b2) + h.to(tl.int64) * gate_strides[3]
             gate = tl.load(
                 gate_ptr + safe_m[:, None] * gate_strides[4] + offs_dv[None, :] * gate_strides[5],
                 mask=in_rows[:, None] & (offs_dv[None, :] < DV),
@@ -557,7 +455,7 @@ def attention_kernel(
                 acc = tl.div_rn(acc, 1.0 + _careful_exp(-gate.to(tl.float32)))
             else:
                 acc = acc / (1.0 + tl.exp(-gate.to(tl.float32)))
-        o_ptr = _at(o_ptr, o_strides, b0, b1, b2) + h.to(tl.int64) * o_strides[3]
+        o_ptr = at(o_ptr, o_strides, b0, b1, b2) + h.to(tl.int64) * o_strides[3]
         tl.store(
             o_ptr + safe_m[:, None] * o_strides[4] + offs_dv[None, :] * o_strides[5],
             acc.to(o_ptr.dtype.element_ty),
@@ -574,7 +472,7 @@ def attention_kernel(
             level = tl.where(total == 0.0, 0.0, top) * (1.0 if NATURAL else size)
         if slopes_ptr is not None and not SYMMETRIC and alibi_rows_ptr is None:
             level -= slope * position
-        lse_ptr = _at(lse_ptr, lse_strides, b0, b1, b2) + h.to(tl.int64) * lse_strides[3]
+        lse_ptr = at(lse_ptr, lse_strides, b0, b1, b2) + h.to(tl.int64) * lse_strides[3]
         lse_ptr = lse_ptr + safe_m * lse_strides[4]
         some = tl.where(total == 0.0, 1.0, total)
         if NATURAL:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_forward import _at
+from .triton_steps import at
 
 
 @triton.jit
@@ -25,9 +25,9 @@ def normalize_rows_kernel(
     rows = ((pid % blocks) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = tl.arange(0, BLOCK_D)
     inside = (rows < M)[:, None] & (columns < D)[None, :]
-    x_ptr = _at(x_ptr, x_strides, b0, b1, b2) + h.to(tl.int64) * x_strides[3]
-    at = rows[:, None] * x_strides[4] + columns[None, :].to(tl.int64) * x_strides[5]
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    x_ptr = at(x_ptr, x_strides, b0, b1, b2) + h.to(tl.int64) * x_strides[3]
+    cells = rows[:, None] * x_strides[4] + columns[None, :].to(tl.int64) * x_strides[5]
+    x = tl.load(x_ptr + cells, mask=inside, other=0.0).to(tl.float32)
     x = x / tl.maximum(tl.sqrt(tl.sum(x * x, 1)), 1e-12)[:, None]
     out_ptr += (b * H + h).to(tl.int64) * M * D
     out = x.to(out_ptr.dtype.element_ty)

@@ -12,22 +12,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_forward import (
+from .triton_steps import (
     EDGES,
     INSIDE,
     LOG2E,
-    _at,
-    _products,
-    _tile,
-    _visible_range,
-    _weights,
+    at,
+    follow,
+    products,
+    raise_level,
+    start_quick,
+    tile,
+    usual_rows,
+    visible_range,
+    weights,
 )
 
 
 @triton.jit
 def _queries(ptr, strides, b0, b1, b2, h, rows, offs, in_rows, SIZE: tl.constexpr):
     """A block of rows of one entry, (len(rows), len(offs)); zeros outside."""
-    ptr = _at(ptr, strides, b0, b1, b2) + h.to(tl.int64) * strides[3]
+    ptr = at(ptr, strides, b0, b1, b2) + h.to(tl.int64) * strides[3]
     where = ptr + rows[:, None] * strides[4] + offs[None, :] * strides[5]
     return tl.load(where, mask=in_rows[:, None] & (offs[None, :] < SIZE), other=0.0)
 
@@ -36,35 +40,11 @@ def _queries(ptr, strides, b0, b1, b2, h, rows, offs, in_rows, SIZE: tl.constexp
 def _attend(x, v, top, total, acc, to_exp2, EDGE: tl.constexpr):
     """Take a tile of scores in: weights, their sums, and the values that they weigh."""
     if EDGE:
-        new_top = tl.maximum(top, tl.max(x, 1))
-        # where nothing is visible yet, -inf - -inf would be NaN
-        level = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = _weights(x, level, to_exp2, False)
-        shrink = _weights(top, level, to_exp2, False)
-        total = total * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None]
-        top = new_top
+        top, total, acc, p = follow(x, top, total, acc, to_exp2, False)
     else:
-        p = _weights(x, top, to_exp2, False)
+        p = weights(x, top, to_exp2, False)
         total += tl.sum(p, 1)
     return top, total, tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
-
-
-@triton.jit
-def _raise(top, total, acc, lowest, to_exp2, least_sum, fewest):
-    """A level so low that usual scores would overflow is raised before quick steps."""
-    raised = tl.maximum(top, lowest)
-    least = tl.where(top == raised, least_sum, fewest)
-    shrink = tl.where(top == raised, 1.0, tl.exp2((top - raised) * to_exp2))
-    return raised, total * shrink, acc * shrink[:, None], least
-
-
-@triton.jit
-def _is_usual(total, acc, least, largest, sees):
-    """Whether the level of quick steps was right for each row."""
-    finite = tl.sum(tl.abs(acc), 1) < float("inf")
-    usual = (total >= least) & (total <= largest) & finite
-    return (usual != 0) | (sees == 0)
 
 
 @triton.jit
@@ -78,7 +58,7 @@ def _write(
     if gate_ptr is not None:
         gate = _queries(gate_ptr, gate_strides, b0, b1, b2, h, rows, offs, in_rows, DV)
         acc = acc / (1.0 + tl.exp(-gate.to(tl.float32)))
-    o_ptr = _at(o_ptr, o_strides, b0, b1, b2) + h.to(tl.int64) * o_strides[3]
+    o_ptr = at(o_ptr, o_strides, b0, b1, b2) + h.to(tl.int64) * o_strides[3]
     where = o_ptr + rows[:, None] * o_strides[4] + offs[None, :] * o_strides[5]
     tl.store(where, acc.to(o_ptr.dtype.element_ty), mask=in_rows[:, None] & (offs[None, :] < DV))
 
@@ -91,10 +71,7 @@ def shared_dense_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ALIGNED_ROWS: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    HALF: tl.constexpr = o_ptr.dtype.element_ty == tl.float16
-    LOWEST_LEVEL: tl.constexpr = -4.0 if HALF else -24.0
-    LEAST_SUM: tl.constexpr = 0.5 if HALF else 2.0**-20
-    LARGEST_SUM: tl.constexpr = 2.0**15 if HALF else 2.0**60
+    FP16: tl.constexpr = o_ptr.dtype.element_ty == tl.float16
     MASKED: tl.constexpr = key_mask_ptr is not None
 
     # two entries along the last batch dimension; of an odd number the last one comes twice
@@ -125,10 +102,10 @@ def shared_dense_kernel(
     per_size = 1.0 / scale
     to_exp2 = scale * LOG2E
 
-    k_0 = _at(k_ptr, k_strides, b0, b1, c_0) + h_kv.to(tl.int64) * k_strides[3]
-    k_1 = _at(k_ptr, k_strides, b0, b1, c_1) + h_kv.to(tl.int64) * k_strides[3]
-    v_0 = _at(v_ptr, v_strides, b0, b1, c_0) + h_kv.to(tl.int64) * v_strides[3]
-    v_1 = _at(v_ptr, v_strides, b0, b1, c_1) + h_kv.to(tl.int64) * v_strides[3]
+    k_0 = at(k_ptr, k_strides, b0, b1, c_0) + h_kv.to(tl.int64) * k_strides[3]
+    k_1 = at(k_ptr, k_strides, b0, b1, c_1) + h_kv.to(tl.int64) * k_strides[3]
+    v_0 = at(v_ptr, v_strides, b0, b1, c_0) + h_kv.to(tl.int64) * v_strides[3]
+    v_1 = at(v_ptr, v_strides, b0, b1, c_1) + h_kv.to(tl.int64) * v_strides[3]
     if ALIGNED_ROWS:
         k_0, k_1 = tl.multiple_of(k_0, 16), tl.multiple_of(k_1, 16)
         v_0, v_1 = tl.multiple_of(v_0, 16), tl.multiple_of(v_1, 16)
@@ -136,10 +113,10 @@ def shared_dense_kernel(
     of_v = near_n[:, None] * v_strides[4] + near_dv[None, :] * v_strides[5]
     k_0, k_1, v_0, v_1 = k_0 + of_k, k_1 + of_k, v_0 + of_v, v_1 + of_v
     if dense_desc is not None:
-        before = _at(g.to(tl.int64) * dense_strides[3], dense_strides, b0, b1, c_0)
+        before = at(g.to(tl.int64) * dense_strides[3], dense_strides, b0, b1, c_0)
         dense_first = (before // dense_strides[4]).to(tl.int32) + first
     else:
-        dense_ptr = _at(dense_ptr, dense_strides, b0, b1, c_0) + g.to(tl.int64) * dense_strides[3]
+        dense_ptr = at(dense_ptr, dense_strides, b0, b1, c_0) + g.to(tl.int64) * dense_strides[3]
         dense_ptrs = dense_ptr + safe_m[:, None] * dense_strides[4]
         dense_ptrs += near_n[None, :] * dense_strides[5]
 
@@ -149,10 +126,10 @@ def shared_dense_kernel(
     full = M // BN * BN
     sees_0, sees_1, is_range = True, True, True
     if MASKED:
-        mask_0 = _at(key_mask_ptr, key_mask_strides, b0, b1, c_0)
-        mask_1 = _at(key_mask_ptr, key_mask_strides, b0, b1, c_1)
-        first_0, end_0, range_0 = _visible_range(mask_0, key_mask_strides[3], M)
-        first_1, end_1, range_1 = _visible_range(mask_1, key_mask_strides[3], M)
+        mask_0 = at(key_mask_ptr, key_mask_strides, b0, b1, c_0)
+        mask_1 = at(key_mask_ptr, key_mask_strides, b0, b1, c_1)
+        first_0, end_0, range_0 = visible_range(mask_0, key_mask_strides[3], M)
+        first_1, end_1, range_1 = visible_range(mask_1, key_mask_strides[3], M)
         sees_0, sees_1 = end_0 > first_0, end_1 > first_1
         same = (first_0 == first_1) & (end_0 == end_1)
         is_range = range_0 & range_1 & (same | (sees_0 == 0) | (sees_1 == 0))
@@ -173,8 +150,6 @@ def shared_dense_kernel(
     total_0, total_1 = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     acc_0 = tl.zeros([BM, BLOCK_DV], tl.float32)
     acc_1 = tl.zeros([BM, BLOCK_DV], tl.float32)
-    least_0 = tl.zeros([BM], tl.float32) + LEAST_SUM
-    least_1 = tl.zeros([BM], tl.float32) + LEAST_SUM
     again = True
     while again:
         for PASS in tl.static_range(3 if MASKED else 2):
@@ -183,23 +158,25 @@ def shared_dense_kernel(
             if MASKED and PASS != EDGES:
                 upper = tl.where(is_range == (PASS == INSIDE), quick_end, begin)
             if PASS == INSIDE:
-                lowest = tl.where(quick_end > begin, LOWEST_LEVEL / to_exp2, float("-inf"))
-                fewest = tl.maximum(LEAST_SUM, seen * 2.0**-13) if HALF else LEAST_SUM
-                top_0, total_0, acc_0, least_0 = _raise(
-                    top_0, total_0, acc_0, lowest, to_exp2, LEAST_SUM, fewest
+                raised = raise_level(top_0, quick_end > begin, to_exp2, FP16)
+                total_0, acc_0, least_0 = start_quick(
+                    top_0, raised, total_0, acc_0, to_exp2, seen, FP16
                 )
-                top_1, total_1, acc_1, least_1 = _raise(
-                    top_1, total_1, acc_1, lowest, to_exp2, LEAST_SUM, fewest
+                top_0 = raised
+                raised = raise_level(top_1, quick_end > begin, to_exp2, FP16)
+                total_1, acc_1, least_1 = start_quick(
+                    top_1, raised, total_1, acc_1, to_exp2, seen, FP16
                 )
+                top_1 = raised
             for s in tl.range(lower, upper, BN):
                 if MASKED and PASS == EDGES:
                     s = tl.multiple_of(tl.where(s < first_key, padded_tile, s), BN)
                 # the product of the second entry is under way while weights of the first are made
-                x_0 = _products(
+                x_0 = products(
                     q_0, q_0, k_0, k_0, k_strides, k_strides, s, offs_n, M, offs_d, 1.0,
                     D, BLOCK_D, 0, False, WIDE, PASS == EDGES,
                 )  # fmt: skip
-                x_1 = _products(
+                x_1 = products(
                     q_1, q_1, k_1, k_1, k_strides, k_strides, s, offs_n, M, offs_d, 1.0,
                     D, BLOCK_D, 0, False, WIDE, PASS == EDGES,
                 )  # fmt: skip
@@ -209,7 +186,7 @@ def shared_dense_kernel(
                 if dense_desc is not None:
                     cell = dense_desc.load([dense_first, s])  # (BM, BN)
                 else:
-                    cell = _tile(
+                    cell = tile(
                         dense_ptrs + far * dense_strides[5], in_keys[None, :], None,
                         PASS == EDGES, False,
                     )  # fmt: skip
@@ -229,20 +206,20 @@ def shared_dense_kernel(
                     x_1 = tl.where(visible_1[None, :], x_1, float("-inf"))
                 in_columns = offs_dv[None, :] < DV
                 step = far * v_strides[4]
-                v = _tile(v_0 + step, in_keys[:, None], in_columns, PASS == EDGES, DV < BLOCK_DV)
+                v = tile(v_0 + step, in_keys[:, None], in_columns, PASS == EDGES, DV < BLOCK_DV)
                 if MASKED and PASS != INSIDE:  # what is read for the other entry may be anything
                     v = tl.where(visible_0[:, None], v, 0.0)
                 top_0, total_0, acc_0 = _attend(
                     x_0, v, top_0, total_0, acc_0, to_exp2, PASS == EDGES
                 )
-                v = _tile(v_1 + step, in_keys[:, None], in_columns, PASS == EDGES, DV < BLOCK_DV)
+                v = tile(v_1 + step, in_keys[:, None], in_columns, PASS == EDGES, DV < BLOCK_DV)
                 if MASKED and PASS != INSIDE:
                     v = tl.where(visible_1[:, None], v, 0.0)
                 top_1, total_1, acc_1 = _attend(
                     x_1, v, top_1, total_1, acc_1, to_exp2, PASS == EDGES
                 )
-        usual = _is_usual(total_0, acc_0, least_0, LARGEST_SUM, sees_0)
-        usual = usual & _is_usual(total_1, acc_1, least_1, LARGEST_SUM, sees_1)
+        usual = (usual_rows(total_0, acc_0, least_0, FP16) != 0) | (sees_0 == 0)
+        usual = usual & ((usual_rows(total_1, acc_1, least_1, FP16) != 0) | (sees_1 == 0))
         unusual = in_rows & (usual == 0)
         again = (tl.max(unusual.to(tl.int32), 0) > 0) & (quick_end > begin)
         if again:

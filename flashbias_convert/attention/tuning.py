@@ -16,8 +16,6 @@ class LaunchSettings:
         num_warps: warps per program.
         num_stages: depth of the software pipeline.
         max_registers: registers per thread, so that several programs share a multiprocessor.
-        tiles: of `block_n` keys that the inference and forward kernels take in a step, 1 or 2. Of
-            two the second product is under way while weights of the first are made.
         entries: of the batch that share each tile of a dense bias in inference, 1 or 2, where it
             is all that is added to their scores and the same for both.
     """
@@ -27,7 +25,6 @@ class LaunchSettings:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
-    tiles: int = 1
     entries: int = 1
 
     def options(self) -> dict[str, int]:
@@ -41,8 +38,8 @@ class LaunchSettings:
         Tiles that are read ahead of their turn go first, then long steps, then tall blocks.
         """
         m, n, depth = self.block_m, self.block_n, self.num_stages
-        if self.tiles > 1 or self.entries > 1:
-            return replace(self, tiles=1, entries=1)
+        if self.entries > 1:
+            return replace(self, entries=1)
         if depth > 2 or (depth > 1 and n <= 32 and m <= 64):
             return replace(self, num_stages=depth - 1)
         if n > 32 or (n > 16 and m <= 64):

@@ -157,19 +157,6 @@ def test_attention_compiles(name: str) -> None:
 
 
 @pytest.mark.skipif(not NVDISASM.exists(), reason="nvdisasm is not there")
-@pytest.mark.parametrize("name", ["triangle", "long-triangle"])
-def test_the_second_product_of_two_tiles_waits_for_nothing_but_the_first(
-    name: str, tmp_path: Path
-) -> None:
-    """The compiler puts a wait after every part of a product where it has too few registers."""
-    with launch.forced(LaunchSettings(128, 32, 4, 2, 168, tiles=2)):
-        (compiled,) = COMMON[name].compile()
-    assert compiled.spills_in_loops(tmp_path) == 0
-    waits, parts = max(compiled.waits_in_loops(tmp_path), key=lambda found: found[1])
-    assert parts == 16 and waits == 3
-
-
-@pytest.mark.skipif(not NVDISASM.exists(), reason="nvdisasm is not there")
 @pytest.mark.parametrize("options", [(), ("masked", "gated")])
 def test_two_entries_share_tiles_in_registers(options: tuple[str, ...], tmp_path: Path) -> None:
     """A program has two blocks of queries, and a multiprocessor three programs."""

@@ -1,35 +1,19 @@
 """Steps that do not follow the largest score: the level of the first tile may be far from it.
 
 Sequences have several tiles of keys. Biases raise or lower whole stretches of keys, so that the
-first tile says little about the others; the result must be that of the formula all the same. So
-must it be where a step has two tiles.
+first tile says little about the others; the result must be that of the formula all the same.
 """
 
 from __future__ import annotations
-
-import dataclasses
 
 import pytest
 import torch
 
 from flashbias_convert import Alibi, KeyBias
-from flashbias_convert.attention import flashbias_attention, launch
-from flashbias_convert.attention.tuning import LaunchSettings, LaunchShape
+from flashbias_convert.attention import flashbias_attention
 
 from .cases import BIASES, Inputs
 from .test_values import check
-
-
-@pytest.fixture(params=[1, 2], ids=["one-tile", "two-tiles"], autouse=True)
-def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of a step."""
-    settings_for = launch.settings_for
-
-    def with_tiles(device: torch.device, shape: LaunchShape) -> LaunchSettings:
-        return dataclasses.replace(settings_for(device, shape), tiles=request.param)
-
-    monkeypatch.setattr(launch, "settings_for", with_tiles)
-    monkeypatch.setattr(launch, "_PLANS", {})
 
 
 def steps(x: Inputs, *heights: float) -> KeyBias:

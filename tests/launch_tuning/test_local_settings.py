@@ -92,6 +92,17 @@ def test_other_shapes_stay_when_more_are_written() -> None:
                 ],
             }
         ),
+        json.dumps(
+            {
+                "version": 1,
+                "settings": [
+                    {
+                        "shape": {**vars(SHAPE), "terms": []},
+                        "settings": {**vars(OWN), "tiles": 1},  # that are no longer known
+                    }
+                ],
+            }
+        ),
     ],
 )
 def test_a_bad_file_is_told_and_not_used(content: str) -> None:

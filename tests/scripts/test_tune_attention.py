@@ -6,6 +6,7 @@ import csv
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +15,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import tune_attention as script
 
-from flashbias_convert.attention import backends
+from flashbias_convert.attention import backends, launch
+from flashbias_convert.attention.shared_dense import is_shared
 from flashbias_convert.attention.tuning import LaunchSettings
 
 from .fake_pool import FakePool
 
 NAMES = ("N=64 D=64 R=16", "N=144 D=128 R=16")
 TRIANGLE = "triangle dense"
+#: dense biases of other calls
+OTHERS = ("t5 dense", "pangu dense", "N=144 D=128 dense")
 
 
 @pytest.fixture
@@ -29,7 +33,11 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(backends, "_device_problem", lambda device: None)
     monkeypatch.setattr(script, "DEVICE", torch.device("cpu"))
-    few = {name: replace(script.ALL[name], batch=(2,), heads=2) for name in (*NAMES, TRIANGLE)}
+    few = {
+        name: replace(script.ALL[name], batch=(2,), heads=2) for name in (*NAMES, TRIANGLE, *OTHERS)
+    }
+    few["causal"] = replace(few[TRIANGLE], options={"causal": True})
+    few["alone"] = replace(few[TRIANGLE], batch=(1,))
     monkeypatch.setattr(script, "ALL", few)
     monkeypatch.setattr(script.torch.cuda, "get_device_name", lambda: "a card")
 
@@ -45,18 +53,33 @@ def test_settings_of_a_call_are_seen_without_a_launch(name: str, card: None) -> 
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_two_tiles_are_among_what_is_tried(name: str, card: None) -> None:
-    tried = script.two_tiles(name)
-    assert tried[0] == script.present(name) and len(set(tried)) == len(tried)
-    assert {s.tiles for s in tried} == {1, 2}
-    for settings in tried:  # a wide product of a tensor core has 64 rows
+def test_two_entries_are_tried_after_what_a_call_gets(card: None) -> None:
+    present, *others = script.two_entries(TRIANGLE)
+    assert present == script.present(TRIANGLE) and len(set(others)) == len(others) > 0
+    assert {s.entries for s in others} == {2}
+    for settings in others:  # a wide product of a tensor core has 64 rows
         assert settings.block_m >= 16 * settings.num_warps
 
 
-def test_entries_share_a_dense_bias_alone(card: None) -> None:
-    assert {s.entries for s in script.two_tiles(TRIANGLE)} == {1, 2}
-    assert {s.entries for s in script.two_tiles(NAMES[0])} == {1}
+@pytest.mark.parametrize("name", NAMES)
+def test_without_a_shared_bias_there_is_nothing_else_to_try(name: str, card: None) -> None:
+    assert script.two_entries(name) == [script.present(name)]
+
+
+@pytest.mark.parametrize("name", [TRIANGLE, *OTHERS, NAMES[0], "causal", "alone"])
+def test_a_bias_is_shared_where_a_launch_says_so(
+    name: str, card: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Said(Exception):
+        pass
+
+    def say(*launch: Any) -> None:
+        raise Said(is_shared(*launch))
+
+    monkeypatch.setattr(launch, "is_shared", say)
+    two = LaunchSettings(64, 32, 4, 2, entries=2)
+    with launch.forced(two), pytest.raises(Said, match=f"^{script.shares(script.ALL[name])}$"):
+        script.make_call(name)()
 
 
 class Run:
@@ -81,7 +104,7 @@ class Run:
         return 1.0 + 1.0 / self.timed
 
     def __call__(self, *words: str) -> list[dict[str, str]]:
-        argv = ["tune_attention.py", "--two-tiles", "--output", str(self.output), *words]
+        argv = ["tune_attention.py", "--two-entries", "--output", str(self.output), *words]
         self._monkeypatch.setattr(sys, "argv", argv)
         script.main()
         with self.output.open(newline="") as file:
@@ -94,25 +117,25 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card: None) -> Run:
 
 
 def test_a_run_goes_on_where_the_last_one_ended(run: Run) -> None:
-    first = run("--shapes", NAMES[0])
+    first = run("--shapes", TRIANGLE)
     assert len(first) == len(run.compiled) == run.timed
     assert [row["present"] for row in first] == ["1"] + ["0"] * (len(first) - 1)
-    both = run("--shapes", *NAMES, "--resume")
+    both = run("--shapes", TRIANGLE, OTHERS[0], "--resume")
     assert both[: len(first)] == first
-    assert {name for name, _ in run.compiled[len(first) :]} == {NAMES[1]}
-    run("--shapes", *NAMES, "--resume")
+    assert {name for name, _ in run.compiled[len(first) :]} == {OTHERS[0]}
+    run("--shapes", TRIANGLE, OTHERS[0], "--resume")
     assert len(run.compiled) == len(both)
 
 
 def test_what_does_not_compile_is_a_row_and_what_lacked_memory_none(run: Run) -> None:
-    broken, poor = script.two_tiles(NAMES[0])[1:3]
+    broken, poor = script.two_entries(TRIANGLE)[-2:]
     run.states = {broken: "OutOfResources: shared memory", poor: None}
-    rows = run("--shapes", NAMES[0])
+    rows = run("--shapes", TRIANGLE)
     assert len(rows) == len(run.compiled) - 1 and run.timed == len(rows) - 1
     (failed,) = [row for row in rows if row["state"] != script.OK]
     assert failed["state"] == "OutOfResources: shared memory" and not failed["ms"]
     run.states = {}
-    assert len(run("--shapes", NAMES[0], "--resume")) == len(rows) + 1
+    assert len(run("--shapes", TRIANGLE, "--resume")) == len(rows) + 1
 
 
 def test_no_shape_is_begun_when_the_time_is_up(run: Run) -> None:
