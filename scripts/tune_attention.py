@@ -22,14 +22,13 @@ from typing import Any
 
 import torch
 from attention_launches import launched
-from attention_shapes import SHAPES, SHORT, Shape, dense
+from attention_shapes import SHAPES, SHORT
 from failures import is_lost, state_of_row
 from row_file import RowFile
 from turns import alone
 
 from flashbias_convert.attention import PreparedBias, flashbias_attention, launch
-from flashbias_convert.attention.shared_dense import WIDEST
-from flashbias_convert.attention.tuning import LaunchSettings
+from flashbias_convert.attention.tuning import LaunchSettings, launch_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda")
@@ -48,21 +47,17 @@ TWO_ENTRIES = [
 
 
 def two_entries(name: str) -> list[LaunchSettings]:
-    """What a call of a shape gets, then `TWO_ENTRIES` where entries of its batch share a bias."""
-    found = [present(name)]
-    if not shares(ALL[name]):
-        return found
-    return found + [
+    """What a call of a shape gets, then, where entries of its batch share a bias, what it would get
+    if they did not, and `TWO_ENTRIES`."""
+    shape, now = launched(make_call(name))
+    if not shape.shared:
+        return [now]
+    apart = launch_settings(dataclasses.replace(shape, shared=False))
+    return [now, apart] + [
         LaunchSettings(m, n, warps, depth, registers, entries=2)
         for m, n, warps, registers in TWO_ENTRIES
         for depth in (2, 3)
     ]
-
-
-def shares(shape: Shape) -> bool:
-    """Whether launch settings with two entries make a difference, see `shared_dense.is_shared`."""
-    plain = shape.bias is dense and {"scale"}.issuperset(shape.options)
-    return plain and shape.batch[-1] > 1 and shape.d <= WIDEST
 
 
 def present(name: str) -> LaunchSettings:

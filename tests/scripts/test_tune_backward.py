@@ -27,7 +27,7 @@ CASES = [Case(k, d, c, False) for k in KERNELS for d in (32, 64, 128) for c in (
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_tried_fits_registers(case: Case) -> None:
     tried = case.candidates()
-    assert len(tried) == len(set(tried)) >= 10
+    assert len(tried) == len(set(tried)) >= 7
     for settings in tried:
         rows = settings.block_m if case.kernel == "queries" else settings.block_n
         assert case.held(settings) <= MOST_HELD and rows >= 16 * settings.num_warps
