@@ -33,7 +33,13 @@ class Case:
     def present(self, n: int) -> LaunchSettings:
         """What is launched now."""
         return backward_settings(
-            self.kernel, rows=n, d=self.d, dv=self.d, columns=self.columns, half=True
+            self.kernel,
+            rows=n,
+            d=self.d,
+            dv=self.d,
+            columns=self.columns,
+            half=True,
+            trained=self.trained,
         )
 
     def held(self, settings: LaunchSettings) -> float:

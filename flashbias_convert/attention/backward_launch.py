@@ -38,6 +38,7 @@ from .tuning import LaunchSettings, backward_settings
 ENOUGH_PROGRAMS = 1024
 
 
+FACTORS = frozenset(("phi_q", "phi_k"))
 #: Terms that are added to scores element by element, by a tensor that each has.
 ADDED = frozenset({"key_bias", "slopes", "table", "ids", "dense", "diagonal", "lookup", "rel_h"})
 #: Tensors that are read and written in whole rows.
@@ -135,6 +136,7 @@ class GroupCall:
         return backward_settings(
             kernel, rows=rows, d=padded(d), dv=padded(dv), columns=self.spec.columns,
             half=self.half(), added=ADDED.intersection(self.tensors),
+            trained=not FACTORS.isdisjoint(wanted),
         )  # fmt: skip
 
     def _launch(self, kernel: str, wanted: Collection[str]) -> Hashable:

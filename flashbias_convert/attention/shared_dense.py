@@ -15,7 +15,7 @@ from .strides import VECTORS, batch_strides, collapse_batch
 #: of q and v: two entries of wider heads do not fit registers
 WIDEST = 64
 #: tensors of a call that the kernel knows
-_KNOWN = {"q", "k", "v", "o", "dense", "key_mask", "gate"}
+_KNOWN = {"q", "k", "v", "o", "dense"}
 
 
 def is_shared(

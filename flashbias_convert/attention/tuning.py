@@ -134,9 +134,9 @@ def _narrow_heads(shape: LaunchShape, width: int) -> LaunchSettings:
         return LaunchSettings(128, 64, 8, 3, 128) if n >= 1024 else LaunchSettings(64, 32, 4, 3, 96)
     # twice the rows per program halve the reads of keys, unless the last block is nearly empty
     tall = width > 16 and -(-n // 128) * 128 <= 1.05 * (-(-n // 64) * 64)
-    if shape.shared:
-        settings = LaunchSettings(128, 32, 4, 3) if tall else LaunchSettings(64, 64, 4, 3, 168)
-        return replace(settings, entries=2)
+    if shape.shared and n >= 1024:  # at 384 two entries take as long as apart
+        found = LaunchSettings(128, 32, 4, 3) if tall else LaunchSettings(64, 64, 4, 3, 168)
+        return replace(found, entries=2)
     if "dense" in shape.terms and columns == 0:
         # tiles of the bias are read ahead of their turn, which takes room: short ones
         return LaunchSettings(128, 32, 4, 3, 168) if tall else LaunchSettings(64, 64, 4, 3, 128)
@@ -155,6 +155,7 @@ def backward_settings(
     columns: int,
     half: bool,
     added: frozenset[str] = frozenset(),
+    trained: bool = False,
 ) -> LaunchSettings:
     """Settings for one launch of a backward kernel, chosen so that common sizes fit registers.
 
@@ -167,56 +168,63 @@ def backward_settings(
         columns: padded number of factor columns.
         half: fp16 or bf16 inputs.
         added: names of the tensors that scores get element by element: they take registers.
+        trained: factors get gradients, whose sums take registers, too.
     """
     width = max(d, dv)
+    few = _few_rows(rows)
+    measured = columns <= 16 and not added and not trained and not few
     if not half:
         block = 16 if width > 64 or kernel == "all" else 32
         return LaunchSettings(block, 16 if width > 64 else 32, 4, 1)
     if kernel == "all":
-        return _all_gradients(rows, width, columns, bool(added))
+        return _all_gradients(width, columns, measured, few)
     if width > 128 or columns > 64:
         return LaunchSettings(32, 32, 4, 1)
     # Where three tiles are under way, a tile is read while the one before it is worked on; with two
     # the compiler lets a step wait for what the step before it has asked for last.
-    light = width <= 32 and not columns and not added
-    if light and kernel in ("queries", "keys") and not _few_rows(rows):
-        # few registers are taken: room for twice the rows, or keys, in four warps
-        return (
-            LaunchSettings(128, 64, 4, 3) if kernel == "queries" else LaunchSettings(64, 128, 4, 3)
-        )
+    if measured and width <= 64:
+        return _plain_rows(kernel, width, columns)
     if width <= 64 and columns <= 32:
-        # Twice the rows, or keys, of a program halve what all of them read, which is what heads of
-        # 64 wait for: by the compiler's numbers, not measured.
-        if width > 32 and columns <= 16 and rows >= 512 and not added and not _few_rows(rows):
-            if kernel == "queries" and not columns:
-                return LaunchSettings(128, 64, 8, 3, 128)
-            if kernel == "keys":
-                return LaunchSettings(64, 128, 8, 3)
         # three programs share a multiprocessor where that many registers do, and nothing spills
         crowded = len(added) > 1 or not added.isdisjoint({"table", "lookup"})
         enough = {"queries": width <= 32 or columns <= 16, "keys": width <= 32 and columns <= 16}
         return LaunchSettings(64, 64, 4, 3, 168 if enough.get(kernel) and not crowded else None)
+    if measured and kernel == "queries" and not columns:
+        return LaunchSettings(128, 64, 8, 3)
     # 64 rows of what is accumulated are the fewest of a wide tensor-core instruction
     if kernel == "keys":
         return LaunchSettings(32, 64, 4, 1 if columns > 32 else 3)
     return LaunchSettings(64, 32, 4, 3)
 
 
-def _all_gradients(rows: int, width: int, columns: int, added: bool) -> LaunchSettings:
+def _plain_rows(kernel: str, width: int, columns: int) -> LaunchSettings:
+    """For heads of at most 64 without added or trained terms, as measured.
+
+    Twice the rows, or keys, of a program halve what all of them read, where registers suffice.
+    """
+    if kernel == "queries":
+        if width <= 32:
+            return LaunchSettings(64, 64, 4, 3, 168) if columns else LaunchSettings(128, 64, 4, 3)
+        return LaunchSettings(128, 64, 8, 3, 128) if columns else LaunchSettings(128, 64, 4, 3)
+    if kernel == "keys" and width <= 32:
+        return LaunchSettings(32 if columns else 64, 128, 4, 3)
+    return LaunchSettings(64, 64, 4, 3)
+
+
+def _all_gradients(width: int, columns: int, measured: bool, few: bool) -> LaunchSettings:
     """For the walk with atomics, which holds the gradients of keys and a share of those of queries.
 
-    Read off what the compiler says of registers; measured for heads of 32 without factors.
+    Where nothing is measured they are read off what the compiler says of registers.
     """
     if width > 128 or columns > 64:
         return LaunchSettings(32, 32, 4 if width <= 64 else 8, 1)
     if width > 64 and columns > 16:
         return LaunchSettings(16, 64, 8, 1) if columns <= 32 else LaunchSettings(32, 32, 8, 1)
     if width > 64:
-        return LaunchSettings(64, 64, 8, 3)
+        return LaunchSettings(64, 128 if measured and not columns else 64, 8, 3)
     if columns > (32 if width <= 32 else 16):
         return LaunchSettings(32, 64, 4, 3)
     # twice the keys per program halve what is added to memory, unless the last block is half empty
-    if _few_rows(rows):
+    if few:
         return LaunchSettings(64, 64, 4, 3)
-    light = width <= 32 and not columns and not added
-    return LaunchSettings(64, 128, 4 if light else 8, 3)
+    return LaunchSettings(64, 128, 4 if measured and width <= 32 else 8, 3)
