@@ -4,17 +4,19 @@ python scripts/sanitize_kernel.py [--tools memcheck racecheck] [--backward] [--r
                                   [--output FILE.json]
 
 The script starts itself under each tool, in several processes; every kind of bias of the
-operator's tests is computed once in fp16, bf16 and fp32, at sizes that no block divides, and a
-dense one with launch settings that have two entries of the batch a program. A tool slows a kernel
-down a hundred times, so the sizes are small. The file is written after every tool; --resume keeps
-the runs of as many calls on the same card and version of torch that came to their end. Exit code 1
-if a tool found something or could not run.
+operator's tests is computed once in fp16, bf16 and fp32, at sizes that no block divides, some as
+cosine attention with a scale that is learnt for each head, in windows that blocks divide, and a
+dense one with launch settings that have two entries of the batch a program. With --backward all
+terms are trained, too. A tool slows a kernel down a hundred times, so the sizes are small. The file
+is written after every tool; --resume keeps the runs of as many calls on the same card and version
+of torch that came to their end. Exit code 1 if a tool found something or could not run.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -34,6 +36,9 @@ SIZES = ((40, 16), (150, 32), (150, 64))
 DTYPES = ("float16", "bfloat16", "float32")
 #: processes at a time: most of the time goes to compiling
 PARTS = 12
+#: N and D of windows, as SwinV2 has them, and kinds of bias that are computed there
+WINDOWS = ((256, 24), (256, 48), (64, 48))
+OF_WINDOWS = ("none", "low_rank", "low_rank-unsplit-ranks", "regions", "heads-differ")
 #: kinds of bias that are computed with two entries a program, too
 TWO_ENTRIES = ("dense",)
 #: of a part that had no time left
@@ -41,14 +46,20 @@ NOT_DONE = "not done in"
 
 
 def cases() -> list[tuple[int, int, str, str, dict[str, int]]]:
-    """Sizes N and D, dtype, kind of bias and unusual launch settings of every call."""
+    """Sizes N and D, dtype, kind of bias and unusual launch settings of every call.
+
+    Sizes of `WINDOWS` stand for cosine attention.
+    """
     sys.path.insert(0, str(ROOT))
     from tests.attention.cases import BIASES
 
     n, d = SIZES[1]
     usual = [(n, d, dtype, name, {}) for n, d in SIZES for dtype in DTYPES for name in BIASES]
     entries = [(n, d, dtype, name, {"entries": 2}) for dtype in DTYPES[:2] for name in TWO_ENTRIES]
-    return [*usual, *entries]
+    windows = [
+        (*size, dtype, name, {}) for size in WINDOWS for dtype in DTYPES for name in OF_WINDOWS
+    ]
+    return [*usual, *windows, *entries]
 
 
 def compute(part: int, backward: bool) -> int:
@@ -65,15 +76,31 @@ def compute(part: int, backward: bool) -> int:
         # what is kept for a backward pass is written by one entry a program
         trained = backward and not settings
         qkv = [x.requires_grad_(trained) for x in (inputs.q, inputs.k, inputs.v)]
+        bias = BIASES[name](inputs)
+        if trained and bias is not None:
+            bias = _trained(bias)
+        options: dict[str, Any] = {}
+        if (n, d) in WINDOWS:
+            scale = torch.full((inputs.heads,), 5.0, device="cuda", requires_grad=trained)
+            options = {"cosine": True, "scale": scale}
         forced = launch.forced(LaunchSettings(32, 32, 4, 2, **settings))
         with forced if settings else contextlib.nullcontext():
-            out = flashbias_attention(*qkv, BIASES[name](inputs), backend="triton")
+            out = flashbias_attention(*qkv, bias, backend="triton", **options)
         if trained:
             out.sum().backward()
         torch.cuda.synchronize()
         if not bool(out.isfinite().all()):
             raise RuntimeError(f"{name}, {dtype}: the result is not finite")
     return len(own)
+
+
+def _trained(bias: Any) -> Any:
+    """The same bias with tensors that ask for gradients."""
+
+    def ask(_: str, tensor: Any) -> Any:
+        return tensor.requires_grad_() if tensor.is_floating_point() else tensor
+
+    return dataclasses.replace(bias, terms=tuple(term.map_tensors(ask) for term in bias.terms))
 
 
 def under(tool: str, sanitizer: str, backward: bool, timeout: float) -> dict[str, Any]:

@@ -56,11 +56,27 @@ def test_every_bias_with_padding(name: str, kernel: str, device: torch.device) -
 
 
 @pytest.mark.parametrize("name", BIASES)
-def test_every_bias_in_half_precision(name: str, kernel: str, device: torch.device) -> None:
+def test_every_bias_in_half_precision(
+    name: str, half: torch.dtype, kernel: str, device: torch.device
+) -> None:
     """Causal cosine attention with a scale that is learnt for each head, as in SwinV2."""
-    x = Inputs(device, torch.float16, n=33, m=47, d=24, dv=16)
+    x = Inputs(device, half, n=33, m=47, d=24, dv=16)
     scale = torch.tensor([3.0, 8.0], device=device)
     check(x, BIASES[name](x), kernel, causal=True, cosine=True, scale=scale)
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize(("n", "d"), [(256, 24), (256, 48), (64, 48)])
+def test_windows_of_swin_v2(
+    n: int, d: int, shifted: bool, half: torch.dtype, kernel: str, device: torch.device
+) -> None:
+    """Whole tiles, and so many windows on a card that a program sums over several of them."""
+    batch = (16, 8) if device.type == "cuda" else (1, 2)
+    x = Inputs(device, half, batch=batch, n=n, d=d)
+    factors = x.low_rank(9, split=0)
+    terms = (factors, x.regions(batch[1:])) if shifted else (factors,)
+    scale = torch.tensor([3.0, 8.0], device=device)
+    check(x, x.bias(*terms), kernel, cosine=True, scale=scale)
 
 
 @pytest.mark.parametrize("name", ["relative_table", "axial", "all"])
