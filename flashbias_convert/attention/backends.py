@@ -78,6 +78,19 @@ def call_problem(q: Tensor, v: Tensor, bias: PreparedBias | None, training: bool
     return None if bias is None else bias.problem(q.dtype != torch.float32, training)
 
 
+def training_doubt(q: Tensor, cosine: bool) -> str | None:
+    """Why "auto" does not train a call with kernels that could run it, or None.
+
+    Steps of a SwinV2 under bf16 autocast ended with a CUDA error on an H200; fp32 did not.
+    """
+    if not (cosine and q.is_cuda and q.dtype == torch.bfloat16):
+        return None
+    return (
+        "training with cosine attention in bf16 ended with a CUDA error on an H200, whose cause is "
+        "not known yet; backend='triton' runs its kernels all the same"
+    )
+
+
 def training_way(
     q: Tensor,
     k: Tensor,

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 SIZE = 128
 
 
-def windows() -> nn.Module:
+def windows(backend: str) -> nn.Module:
     """Windows of 256, some of them shifted, in heads of 24 and of 48."""
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)
@@ -25,7 +25,7 @@ def windows() -> nn.Module:
     for name, parameter in model.named_parameters():
         if name.endswith(("norm1.weight", "norm2.weight")):  # zero: blocks would do nothing
             parameter.data.fill_(1.0)
-    patch_model(model, train="terms", method="svd", energy=0.9, force_all=True)
+    patch_model(model, train="terms", method="svd", energy=0.9, force_all=True, backend=backend)
     return model
 
 
@@ -44,7 +44,7 @@ def test_gradients_of_terms(dtype: torch.dtype, device: torch.device) -> None:
     lower = dtype != torch.float32
     if lower and device.type not in ("cpu", "cuda"):
         pytest.skip("no autocast there")
-    model = windows().to(device)
+    model = windows("triton" if device.type == "cuda" else "auto").to(device)
     plain, truth = copy.deepcopy(model), copy.deepcopy(model).double()
     for made in (plain, truth):
         for module in made.modules():
