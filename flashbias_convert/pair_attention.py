@@ -103,7 +103,7 @@ class PairAttention(PatchedAttention):
 
 
 def gate_of(attention: Any, x: Tensor) -> Tensor | None:
-    """What the sigmoid is taken of in the gate of OpenFold's `Attention`.
+    """What the sigmoid is taken of in the gate of OpenFold's `Attention`, or Protenix's.
 
     Args:
         attention: the module; without a gate its `linear_g` is None.
@@ -114,8 +114,9 @@ def gate_of(attention: Any, x: Tensor) -> Tensor | None:
     """
     if attention.linear_g is None:
         return None
+    heads = attention.no_heads if hasattr(attention, "no_heads") else attention.num_heads
     logits: Tensor = attention.linear_g(x)
-    return logits.unflatten(-1, (attention.no_heads, -1)).transpose(-2, -3)
+    return logits.unflatten(-1, (heads, -1)).transpose(-2, -3)
 
 
 def described(heads: int, tokens: int | None, head_dim: int) -> Description:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flashbias_convert.about import About
-from flashbias_convert.pair_attention import PairAttention, PairCall, described
+from flashbias_convert.pair_attention import PairAttention, PairCall, described, gate_of
 from flashbias_convert.pair_features import pair_features
 from flashbias_convert.recipe import Description, Observed, Recipe, Site, UnsupportedSite
 
@@ -48,8 +48,8 @@ class ProtenixAttentionPairBias(PairAttention):
             original: Tensor = self.original_forward(a, s, z, *options)
             return original
         normed, call = pair_bias_call(self, a, s, z, enable_efficient_fusion)
-        out = self.attend(call).transpose(-2, -3)
-        merged: Tensor = self.attention._wrap_up(out, normed)  # type: ignore[operator]
+        out = self.attend(call, gate_of(self.attention, normed))  # (*, H, N, D)
+        merged: Tensor = self.attention.linear_o(out.transpose(-2, -3).flatten(-2))  # type: ignore[operator]
         return self.linear_a_last(s).sigmoid() * merged if self.has_s else merged
 
 

@@ -17,7 +17,7 @@ from flashbias_convert.recipe import Description, Recipe, Site
 
 
 class DiffusionAttention(PatchedAttention):
-    """`EsmFold2DiffusionAttention`; its gate and its projections are the original's."""
+    """`EsmFold2DiffusionAttention`; its projections are the original's."""
 
     head_dim: int
     scaling: float
@@ -37,11 +37,10 @@ class DiffusionAttention(PatchedAttention):
         projections = (self.q_proj, self.k_proj, self.v_proj)
         heads = (project(hidden_states).view(shape) for project in projections)
         q, k, v = (x.transpose(1, 2) for x in heads)
-        out = self.score_bias(
-            q, k, v, built={"dense": {"bias": attention_bias}}, scale=self.scaling
-        )
-        gate = self.gate_proj(hidden_states).sigmoid()
-        return self.o_proj(gate * out.transpose(1, 2).flatten(2)), None
+        gate = self.gate_proj(hidden_states).view(shape).transpose(1, 2)
+        built = {"dense": {"bias": attention_bias}}
+        out = self.score_bias(q, k, v, built=built, scale=self.scaling, gate=gate)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), None
 
 
 def describe(site: Site) -> Description:

@@ -24,6 +24,7 @@ from flashbias_convert import (
 from flashbias_convert.builders import module_entries
 from flashbias_convert.decompose.factor_networks import FactorNetworks
 from flashbias_convert.decompose.neural_options import FitOptions
+from flashbias_convert.modules import ScoreBiasModule
 from flashbias_convert.recipe import Registry
 from tests.recipes import model_parity as parity
 from tests.recipes.model_parity import Case, randomised
@@ -246,6 +247,22 @@ def test_protenix(
 def test_protenix_comes_and_goes() -> None:
     parity.check_comes_and_goes(protenix(), pickles=False)
     parity.check_training(protenix(False))
+
+
+def test_the_gate_of_protenix_is_the_kernels_to_apply(monkeypatch: pytest.MonkeyPatch) -> None:
+    gates: list[tuple[int, ...]] = []
+    forward = ScoreBiasModule.forward
+
+    def seen(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        gates.append(tuple(kwargs["gate"].shape))
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(ScoreBiasModule, "forward", seen)
+    case = protenix()
+    model = case.make()
+    case.patched(model)
+    case.output(model)
+    assert gates == [(3, HEADS, N, SINGLE // HEADS)]
 
 
 def test_protenix_pairs_without_a_batch_go_to_the_original() -> None:

@@ -107,7 +107,7 @@ def test_a_file_loads(tmp_path: Path) -> None:
 
 
 def test_the_token_transformer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One structure's bias serves several samples: its batch dimension has size 1."""
+    """One structure's bias serves several samples, and the gate is the kernel's to apply."""
     model = randomised(modeling().EsmFold2DiffusionTransformer(config()), pair_bias=1.0)
     _, pairs, seen = inputs(torch.float32, batch=1)
     states, single = torch.randn(2, 3, N, DIM, generator=torch.Generator().manual_seed(2))
@@ -115,7 +115,7 @@ def test_the_token_transformer(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = ScoreBiasModule.forward
 
     def count(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        counted.append(kwargs["built"]["dense"]["bias"].shape)
+        counted.append((kwargs["built"]["dense"]["bias"].shape, kwargs["gate"].shape))
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(ScoreBiasModule, "forward", count)
@@ -126,5 +126,5 @@ def test_the_token_transformer(monkeypatch: pytest.MonkeyPatch) -> None:
         assert plan.counts() == {"patched": 2}
         torch.testing.assert_close(model(states, single, biases), plain)
         unbiased = model(states, single, [torch.zeros_like(bias) for bias in biases])
-    assert counted[:2] == [(1, 4, N, N)] * 2
+    assert counted[:2] == [((1, 4, N, N), (3, 4, N, DIM // 4))] * 2
     assert (unbiased - plain).abs().max() > 0.1

@@ -240,6 +240,19 @@ def test_break_even() -> None:
     assert "at no rank" in table.break_even(rows[:1] + rows[-1:], "dense", "f")[0]
 
 
+def test_break_even_without_the_time_of_python() -> None:
+    """Steps that wait for Python hide what an SVD costs: 200 of 0.5 ms are saved by it, or 10."""
+    rows = [{"way": "dense", "rank": "", "ms": "1", "replay_ms": "0.15", "once_ms": "1",
+             "steps_200_ms": "201"}]  # fmt: skip
+    for rank, once in ((8, 5), (16, 30)):
+        rows.append({"way": "f", "rank": f"{rank}", "ms": "0.5", "replay_ms": "0.1",
+                     "once_ms": f"{once}", "steps_200_ms": f"{once + 100}"})  # fmt: skip
+    steps, alone = table.break_even(rows, "dense", "f")[2:]
+    assert steps.startswith("200 steps: ") and steps.endswith("up to rank 16")
+    assert alone.startswith("200 steps, the card alone: ")
+    assert alone.endswith("up to rank 8 (not at 16)")  # 31 ms: 25, and 50
+
+
 def test_want_of_memory_beside_others_is_no_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
