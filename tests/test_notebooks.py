@@ -10,12 +10,20 @@ import pytest
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
+exceptions = pytest.importorskip("nbclient.exceptions")
 pytest.importorskip("ipykernel")
 pytest.importorskip("matplotlib")
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOK = ROOT / "notebooks" / "rank_inspection.ipynb"
 EXAMPLE = "examples/swinv2_cifar10"
+#: of a cell; the slowest takes a few
+LIMIT_S = 110
+SETUP = f"""import faulthandler, os, torch
+faulthandler.dump_traceback_later({LIMIT_S - 10}, repeat=True, file=open("stacks.txt", "w"))
+os.environ["FLASHBIAS_CROPS"] = "4"
+torch.set_num_threads(1)
+"""
 
 
 def run(folder: Path, until: str | None = None, before: str = "") -> Any:
@@ -26,15 +34,22 @@ def run(folder: Path, until: str | None = None, before: str = "") -> Any:
         until: text of the last cell to run; None runs all.
         before: code that runs first.
     """
-    shutil.copytree(ROOT / EXAMPLE, folder / EXAMPLE)
+    shutil.copytree(ROOT / EXAMPLE, folder / EXAMPLE, dirs_exist_ok=True)
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     if until is not None:
         last = next(i for i, cell in enumerate(notebook.cells) if until in cell.source)
         notebook.cells = notebook.cells[: last + 1]
-    setup = "import os, torch\nos.environ['FLASHBIAS_CROPS'] = '4'\ntorch.set_num_threads(1)\n"
-    notebook.cells.insert(0, nbformat.v4.new_code_cell(setup + before))
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(SETUP + before))
     where = {"metadata": {"path": str(folder)}}
-    nbclient.NotebookClient(notebook, timeout=600, resources=where).execute()
+    for attempt in (1, 2):  # now and then a kernel never answers
+        try:
+            nbclient.NotebookClient(notebook, timeout=LIMIT_S, resources=where).execute()
+            break
+        except exceptions.CellTimeoutError:
+            for stacks in folder.glob("stacks.txt"):
+                print(f"where the kernel was:\n{stacks.read_text()}")
+            if attempt == 2:
+                raise
     return notebook
 
 
