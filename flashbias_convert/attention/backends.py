@@ -81,13 +81,15 @@ def call_problem(q: Tensor, v: Tensor, bias: PreparedBias | None, training: bool
 def training_doubt(q: Tensor, cosine: bool) -> str | None:
     """Why "auto" does not train a call with kernels that could run it, or None.
 
-    Steps of a SwinV2 under bf16 autocast ended with a CUDA error on an H200; fp32 did not.
+    Steps of a SwinV2 under bf16 autocast ended with a CUDA error on an H200, because ptxas 12.8
+    compiled its kernels wrongly. They avoid that now, see `backward._rounded_factors`, but have not
+    run on a card since.
     """
     if not (cosine and q.is_cuda and q.dtype == torch.bfloat16):
         return None
     return (
-        "training with cosine attention in bf16 ended with a CUDA error on an H200, whose cause is "
-        "not known yet; backend='triton' runs its kernels all the same"
+        "kernels for training with cosine attention in bf16, which ptxas 12.8 had compiled wrongly "
+        "for an H200, have not run on a card since; backend='triton' runs them all the same"
     )
 
 

@@ -8,7 +8,7 @@ the same bits, unless it lets `backward_atomic` do a part.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .backward_atomic import all_gradients, is_served
 from .backward_kernel import run_kernel
-from .backward_launch import GroupCall, TooManyBatchDimensions, share
+from .backward_launch import FACTORS, GroupCall, TooManyBatchDimensions, share
 from .backward_pairs import pair_gradients
 from .backward_rows import key_gradients, query_gradients
 from .launch_plan import on_device
@@ -81,6 +81,7 @@ def attention_gradients(
             spec, raw, half=saved.v.dtype != torch.float32, scale=saved.scale,
             head_scale=saved.head_scale,
         )  # fmt: skip
+        own |= _rounded_factors(own, names, saved.v.dtype)
         call = GroupCall(
             own_spec, {**tensors, **own}, saved.scale, saved.query_start, saved.causal,
             saved.cosine, not saved.deterministic,
@@ -96,6 +97,20 @@ def attention_gradients(
         ]
     _merge_heads(saved, tensors, found)
     return found, of_terms
+
+
+def _rounded_factors(
+    own: Mapping[str, Tensor], wanted: Collection[str], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Factors in bf16, which gradients of scores in that dtype are multiplied with.
+
+    The kernels could round the tiles of fp16 that scores are made of. But ptxas 12.8, which Triton
+    3.4 to 3.7 bring along, compiles products with such tiles wrongly for Hopper: it reads a uniform
+    register that nothing has written, for where the tile lies.
+    """
+    if dtype != torch.bfloat16 or FACTORS.isdisjoint(wanted):
+        return {}
+    return {f"{name}_rounded": own[name].to(dtype) for name in FACTORS if name in own}
 
 
 def empty_gradient(x: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ TAILS = {
     "starts": 0,
     "phi_q": 3,
     "phi_k": 3,
+    "phi_q_rounded": 3,
+    "phi_k_rounded": 3,
     "key_bias": 2,
     "key_bias_rows": 2,
     "slopes": 1,

@@ -144,8 +144,11 @@ def query_gradients_kernel(
         k_tile = cells(c.k, b, h_kv, from_0, BLOCK_D, ALIGNED)
         v_tile = cells(c.v, b, h_kv, from_0, BLOCK_DV, ALIGNED)
         phi_tile = 0.0
+        rounded_tile = 0.0
         if COLUMNS > 0:
             phi_tile = cells(t.phi_k, b, g, from_0, COLUMNS, False)
+            if t.phi_k_rounded is not None:
+                rounded_tile = cells(t.phi_k_rounded, b, g, from_0, COLUMNS, False)
         # Tiles of keys that are whole, and seen by all rows, come first: they need no masks.
         full = M // BN * BN if SPLIT else M
         end = M
@@ -179,6 +182,10 @@ def query_gradients_kernel(
                 short = ds.to(GRAD)
                 d_q = tl.dot(short, k.to(GRAD), d_q, input_precision="ieee")
                 if out.phi_q is not None:
+                    if t.phi_k_rounded is not None:
+                        phi_k = rows_from(
+                            rounded_tile, s, t.phi_k_rounded, in_keys, COLUMNS, COLUMNS
+                        )
                     d_phi = tl.dot(short, phi_k.to(GRAD), d_phi, input_precision="ieee")
                 if out.scale is not None:
                     d_scale += tl.sum(ds * qk, 1)

@@ -109,8 +109,11 @@ def walk_keys(
         q_tile = cells(c.q, b, h, from_0, BLOCK_D, ALIGNED)
         do_tile = cells(c.do, b, h, from_0, BLOCK_DV, ALIGNED)
         phi_tile = 0.0
+        rounded_tile = 0.0
         if COLUMNS > 0:
             phi_tile = cells(t.phi_q, b, g, from_0, COLUMNS, False)
+            if t.phi_q_rounded is not None:
+                rounded_tile = cells(t.phi_q_rounded, b, g, from_0, COLUMNS, False)
         # Queries that see all of these keys come first: of them nothing is hidden.
         begin, seen = 0, 0
         if CAUSAL:  # earlier queries see none
@@ -143,6 +146,10 @@ def walk_keys(
                 short = ds.to(GRAD)
                 d_k = tl.dot(short, q.to(GRAD), d_k, input_precision="ieee")
                 if out.phi_k is not None:
+                    if t.phi_q_rounded is not None:
+                        phi_q = rows_from(
+                            rounded_tile, s, t.phi_q_rounded, inside, COLUMNS, COLUMNS
+                        )
                     d_phi = tl.dot(short, phi_q.to(GRAD), d_phi, input_precision="ieee")
                 upright = tl.trans(short)
                 if out.q_sums is not None:

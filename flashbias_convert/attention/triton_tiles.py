@@ -33,6 +33,8 @@ class Terms(NamedTuple):
     heads: Any = None
     phi_q: Any = None
     phi_k: Any = None
+    phi_q_rounded: Any = None
+    phi_k_rounded: Any = None
     key_bias: Any = None
     key_bias_rows: Any = None
     slopes: Any = None

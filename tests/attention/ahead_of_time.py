@@ -44,6 +44,8 @@ from flashbias_convert.attention.arguments import check_arguments
 from flashbias_convert.attention.factor_columns import column_gradients, factor_columns
 from flashbias_convert.attention.operator import training_attention, triton_attention
 
+from .sass import unwritten_registers
+
 #: Shared memory that one program may use on a card of compute capability 9.0: H100, H200.
 HOPPER_SHARED_BYTES = 227 * 1024
 
@@ -114,12 +116,19 @@ class Compiled:
             for body in self._loops(folder)
         ]
 
+    def unwritten_registers(self, folder: Path) -> list[str]:
+        """Instructions that read what the assembler has forgotten to write; see `sass`."""
+        return unwritten_registers(self._listing(folder))
+
     def _loops(self, folder: Path) -> list[list[str]]:
+        return _innermost_loops(self._listing(folder))
+
+    def _listing(self, folder: Path) -> list[str]:
         file = folder / "kernel.cubin"
         file.write_bytes(self.cubin)
         command = [str(NVDISASM), "-c", str(file)]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        return _innermost_loops(text.splitlines())
+        return text.splitlines()
 
 
 def _count(lines: list[str], *words: str) -> int:

@@ -86,6 +86,14 @@ VARIANTS = {
         FP16, 144, 32, lambda x: [x.table(), x.regions()], WITH_TABLES,
         {"cosine": True, "learnt_scale": True},
     ),
+    "windows-rank16": Variant(
+        BF16, 256, 48, lambda x: [x.low_rank(16, split=0), x.regions()],
+        options={"cosine": True, "learnt_scale": True}, in_registers=False,
+    ),
+    "windows-rank16-atomics": Variant(
+        BF16, 256, 24, lambda x: [x.low_rank(16, split=0)], WITH_ATOMICS,
+        {"cosine": True, "learnt_scale": True}, deterministic=False, in_registers=False,
+    ),
     "long-rank16": Variant(BF16, 576, 64, lambda x: [x.low_rank(16, split=0)], forward=True),
     "long-alibi": Variant(BF16, 576, 64, lambda x: [x.alibi()], options={"causal": True}),
     "decode-rank1": Variant(FP16, 1, 40, lambda x: [x.low_rank(1)], forward=True),
@@ -125,8 +133,10 @@ def test_backward_kernels_compile(name: str, tmp_path: Path) -> None:
     assert {c.name for c in compiled} >= {f"{kernel}_kernel" for kernel in variant.kernels}
     for each in compiled:
         assert each.shared < HOPPER_SHARED_BYTES
-        if variant.in_registers and NVDISASM.exists():
-            assert each.spills_in_loops(tmp_path) == 0, each.name
+        if NVDISASM.exists():
+            assert each.unwritten_registers(tmp_path) == [], each.name
+            if variant.in_registers:
+                assert each.spills_in_loops(tmp_path) == 0, each.name
         if variant.dtype != FP32 and each.name in (
             "query_gradients_kernel",
             "key_gradients_kernel",

@@ -144,7 +144,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_attention_compiles(name: str) -> None:
+def test_attention_compiles(name: str, tmp_path: Path) -> None:
     variant = VARIANTS[name]
     compiled = [c for c in variant.compile() if c.name == "attention_kernel"]
     assert compiled
@@ -154,6 +154,8 @@ def test_attention_compiles(name: str) -> None:
         if variant.dtype != FP32:
             wide = each.constants["BM"] >= 64
             assert ("wgmma.mma_async" if wide else "mma.sync") in each.ptx
+        if NVDISASM.exists():
+            assert each.unwritten_registers(tmp_path) == []
 
 
 @pytest.mark.skipif(not NVDISASM.exists(), reason="nvdisasm is not there")
@@ -165,6 +167,7 @@ def test_two_entries_share_tiles_in_registers(tmp_path: Path) -> None:
     assert compiled.name == "shared_dense_kernel"
     assert compiled.shared < HOPPER_SHARED_BYTES / 3
     assert compiled.spills_in_loops(tmp_path) == 0
+    assert compiled.unwritten_registers(tmp_path) == []
     # one for each product of queries and keys, where nothing is masked
     assert min(found for found in compiled.waits_in_loops(tmp_path) if found[1]) == (2, 8)
 
