@@ -108,9 +108,10 @@ def _rounded_factors(
     3.4 to 3.7 bring along, compiles products with such tiles wrongly for Hopper: it reads a uniform
     register that nothing has written, for where the tile lies.
     """
-    if dtype != torch.bfloat16 or FACTORS.isdisjoint(wanted):
+    if dtype != torch.bfloat16:
         return {}
-    return {f"{name}_rounded": own[name].to(dtype) for name in FACTORS if name in own}
+    other = {"phi_q": "phi_k", "phi_k": "phi_q"}
+    return {f"{other[n]}_rounded": own[other[n]].to(dtype) for n in sorted(FACTORS & set(wanted))}
 
 
 def empty_gradient(x: Tensor) -> Tensor:
