@@ -102,7 +102,8 @@ def attention_gradients(
 def _rounded_factors(
     own: Mapping[str, Tensor], wanted: Collection[str], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Factors in bf16, which gradients of scores in that dtype are multiplied with.
+    """What gradients of scores in bf16 are multiplied with, for those of the factors `wanted`: of
+    each the other one, in that dtype.
 
     The kernels could round the tiles of fp16 that scores are made of. But ptxas 12.8, which Triton
     3.4 to 3.7 bring along, compiles products with such tiles wrongly for Hopper: it reads a uniform

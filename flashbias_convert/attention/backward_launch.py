@@ -37,8 +37,8 @@ from .tuning import LaunchSettings, backward_settings
 #: Programs of one launch that keep a card busy; loops over the batch are cut to reach it.
 ENOUGH_PROGRAMS = 1024
 
-
-FACTORS = frozenset(("phi_q", "phi_k"))
+#: Tensors of low-rank terms, which products take in.
+FACTORS = frozenset({"phi_q", "phi_k"})
 #: Terms that are added to scores element by element, by a tensor that each has.
 ADDED = frozenset({"key_bias", "slopes", "table", "ids", "dense", "diagonal", "lookup", "rel_h"})
 #: Tensors that are read and written in whole rows.

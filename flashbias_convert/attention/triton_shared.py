@@ -3,8 +3,8 @@
 The rows of a triangle have one bias, and most of what a card reads for them is that bias: a program
 has the same block of queries of two entries, and adds each tile to the scores of both. Everything
 else is as in `triton_forward`, whose names and passes these are. Inference in half precision, of a
-dense bias alone: with a mask of keys or a gate, whose reads the few programs of this kind cannot
-hide, two entries took 1 to 30 % longer than apart (heads of 32, N = 256 to 2,048, on an H200).
+dense bias alone: with a mask of keys and a gate, whose reads the few programs of this kind cannot
+hide, two entries took longer than apart on an H200.
 """
 
 # mypy: ignore-errors

@@ -79,7 +79,7 @@ def wrap(way: str, name: str, model: nn.Module, place: torch.device) -> nn.Modul
 
 @cache
 def _mesh(kind: str) -> Any:
-    """All processes; one for all cases, since a group that is collected waits for the others."""
+    """All processes; made once, for all cases."""
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(kind, (WORLD,))

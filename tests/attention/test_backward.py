@@ -10,6 +10,7 @@ import torch
 
 from flashbias_convert import Alibi, Axial, Dense, LowRank, ScoreBias
 from flashbias_convert.attention import (
+    backward,
     backward_launch,
     backward_pairs,
     flashbias_attention,
@@ -77,6 +78,36 @@ def test_windows_of_swin_v2(
     terms = (factors, x.regions(batch[1:])) if shifted else (factors,)
     scale = torch.tensor([3.0, 8.0], device=device)
     check(x, x.bias(*terms), kernel, cosine=True, scale=scale)
+
+
+@pytest.mark.parametrize("wanted", ["phi_q", "phi_k"])
+def test_a_factor_needs_the_other_one_in_bf16(wanted: str) -> None:
+    own = {"phi_q": torch.ones(2, 5, 16).half(), "phi_k": torch.ones(2, 7, 16).half()}
+    ((name, found),) = backward._rounded_factors(own, {wanted}, torch.bfloat16).items()
+    other = "phi_k" if wanted == "phi_q" else "phi_q"
+    assert name == f"{other}_rounded" and found.dtype == torch.bfloat16
+    assert found.shape == own[other].shape
+    assert not backward._rounded_factors(own, {wanted}, torch.float16)
+    assert not backward._rounded_factors(own, {"dense"}, torch.bfloat16)
+
+
+def test_factors_that_are_rounded_apart(
+    kernel: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with bf16, which the interpreter does not know; other numbers show who takes them in."""
+    x = Inputs(device, torch.float16, n=33, m=70, d=24, dv=16)
+    bias = x.bias(x.low_rank(5, split=0))
+    whole = gradients(x, bias, of_backend(kernel))
+
+    def twice(own: dict[str, torch.Tensor], *_: Any) -> dict[str, torch.Tensor]:
+        return {f"{name}_rounded": 2 * own[name] for name in ("phi_q", "phi_k")}
+
+    monkeypatch.setattr(backward, "_rounded_factors", twice)
+    found = gradients(x, bias, of_backend(kernel))
+    of_factors = {name for name in whole if "phi" in name}
+    assert len(of_factors) == 2
+    for name, own in whole.items():  # theirs alone are made of them
+        assert torch.equal(found[name], 2 * own if name in of_factors else own), name
 
 
 @pytest.mark.parametrize("name", ["relative_table", "axial", "all"])
