@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +77,9 @@ class ScoreBiasModule(SavedTerms):
         #: which heads this process keeps, and of how many, see `parallel.shard_sites`
         self._own_heads: tuple[tuple[int, ...], int] | None = None
         self._prepared: dict[tuple[str, ...], PreparedBias] = {}
+        #: the tensors that these were made of, and where they are held
+        self._made_of: tuple[tuple[dict[str, Tensor | None], str, Tensor | None], ...] = ()
+        self._made_on: torch.device | None = None
         #: forms that compiled code looks for, by kinds of terms that are left out, and by device
         self._traced: dict[tuple[tuple[str, ...], torch.device], set[Form]] = {}
         self._forget()
@@ -89,14 +92,18 @@ class ScoreBiasModule(SavedTerms):
 
     def _forget(self) -> None:
         """Drop everything that was derived from the tensors."""
+        self._drop_prepared()
+        self.sealed = {}
+        self.mask_memo = MaskMemo(self.mask_memo.doubtful)
+
+    def _drop_prepared(self) -> None:
+        """Drop what was made of the terms alone."""
         for without, made in self._prepared.items():
             if made.traced:
                 self._traced[without, made.bias.device] = made.traced
         self._looked_at = False
-        self.sealed = {}
-        self._prepared = {}
+        self._prepared, self._made_of, self._made_on = {}, (), None
         self._last_joined: tuple[PreparedBias, tuple[Term, ...], PreparedBias] | None = None
-        self.mask_memo = MaskMemo(self.mask_memo.doubtful)
 
     def spec(self) -> dict[str, Any]:
         """See `ScoreBias.spec`; dtypes are those of now."""
@@ -131,15 +138,36 @@ class ScoreBiasModule(SavedTerms):
         without = tuple(kind for kind in without if kind in self._kinds)
         if self.learns():
             return self._prepare(without)
-        if without in self._prepared:
-            return self._prepared[without]
+        known = self._prepared.get(without)
+        if not self._is_of_now():
+            known = None
+            if not is_traced():
+                self._drop_prepared()
+        if known is not None:
+            return known
         made = self._prepare(without)
         # a graph that is being traced must not change what the next call finds: it would be
         # compiled a second time
         if not is_traced():
             made.make_forms(self._traced.get((without, made.bias.device), ()))
             self._prepared[without] = made
+            self._made_of, self._made_on = tuple(self._held()), self.layout.device
         return made
+
+    def _is_of_now(self) -> bool:
+        """Whether the tensors are still those that forms were made of.
+
+        accelerate, and `torch.func.functional_call`, put others into the dictionaries of modules.
+        """
+        if torch.compiler.is_compiling():  # a trace has tensors of its own
+            return self._made_on is None or self._made_on == self.layout.device
+        return all(tensors.get(name) is then for tensors, name, then in self._made_of)
+
+    def _held(self) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor | None]]:
+        for terms in self._modules.values():
+            if isinstance(terms, TermTensors):
+                for name, tensor in terms._buffers.items():
+                    yield terms._buffers, name, tensor
 
     def prepare(self) -> None:
         """Prepare everything that calls without terms of their own ask for."""
@@ -285,6 +313,8 @@ class ScoreBiasModule(SavedTerms):
         memo = MaskMemo(self.mask_memo.doubtful)
         forgotten: dict[str, Any] = {
             "_prepared": {},
+            "_made_of": (),
+            "_made_on": None,
             "_traced": {},
             "_last_joined": None,
             "sealed": {},

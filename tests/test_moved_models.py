@@ -147,3 +147,51 @@ def test_train_and_eval_reach_the_terms() -> None:
     assert not any(m.training for m in model.modules())
     model.train()
     assert all(m.training for m in model.modules())
+
+
+# -- tensors that are put past the module's own ways ----------------------------------------------
+
+
+def by_accelerate(site: torch.nn.Module, name: str, value: torch.Tensor) -> None:
+    modeling = pytest.importorskip("accelerate.utils.modeling")
+    modeling.set_module_tensor_to_device(site, name, "cpu", value=value)
+
+
+def by_dictionary(site: torch.nn.Module, name: str, value: torch.Tensor) -> None:
+    *path, last = name.split(".")
+    site.get_submodule(".".join(path))._buffers[last] = value
+
+
+def other_factors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    found = {k: -2 * v for k, v in model.named_buffers() if k.endswith("phi_q")}
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("put", [by_accelerate, by_dictionary])
+def test_terms_that_were_put_in_one_by_one_are_used(put: Any) -> None:
+    """As accelerate moves buffers to a card; forms of those before would stay behind."""
+    model = make_model()
+    patch(model, method="svd", energy=0.9)
+    kept, own = run(model), dict(model.named_buffers())
+    for name, value in other_factors(model).items():
+        put(model, name, value)
+    changed = run(model)
+    assert not torch.allclose(changed, kept, atol=1e-3)
+    assert torch.equal(run(copy.deepcopy(model)), changed)
+    for name, value in own.items():
+        put(model, name, value)
+    assert torch.equal(run(model), kept)
+
+
+def test_a_functional_call_uses_the_terms_that_it_is_given() -> None:
+    model, x = make_model(), make_input()
+    patch(model, method="svd", energy=0.9)
+    kept, given = run(model), other_factors(model)
+    with torch.no_grad():
+        found = torch.func.functional_call(model, given, (x,))
+    assert torch.equal(run(model), kept)
+    for name, value in given.items():
+        by_dictionary(model, name, value)
+    assert torch.equal(run(model), found)
+    assert not torch.allclose(found, kept, atol=1e-3)
