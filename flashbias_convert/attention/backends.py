@@ -78,21 +78,6 @@ def call_problem(q: Tensor, v: Tensor, bias: PreparedBias | None, training: bool
     return None if bias is None else bias.problem(q.dtype != torch.float32, training)
 
 
-def training_doubt(q: Tensor, cosine: bool) -> str | None:
-    """Why "auto" does not train a call with kernels that could run it, or None.
-
-    Steps of a SwinV2 under bf16 autocast ended with a CUDA error on an H200, because ptxas 12.8
-    compiled its kernels wrongly. They avoid that now, see `backward._rounded_factors`, but have not
-    run on a card since.
-    """
-    if not (cosine and q.is_cuda and q.dtype == torch.bfloat16):
-        return None
-    return (
-        "kernels for training with cosine attention in bf16, which ptxas 12.8 had compiled wrongly "
-        "for an H200, have not run on a card since; backend='triton' runs them all the same"
-    )
-
-
 def training_way(
     q: Tensor,
     k: Tensor,

@@ -15,7 +15,6 @@ from .backends import (
     BACKENDS,
     call_problem,
     device_problem,
-    training_doubt,
     training_way,
     wants_gradients,
     warn_once,
@@ -132,8 +131,6 @@ def flashbias_attention(
         return gated(without_autocast(q.device, sdpa_attention, q, k, v, terms, args), gate)
     training = wants_gradients(q, k, v, prepared, args)
     problem = device_problem(q.device) or call_problem(q, v, prepared, training)
-    if problem is None and training and backend == "auto":
-        problem = training_doubt(q, args.cosine)
     if problem is None and training:
         way = training_way(q, k, v, prepared, args, backend=backend, deterministic=deterministic)
         train = partial(training_attention, deterministic=way != "atomics")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from flashbias_convert.attention import (
     operator,
     training_costs,
 )
-from flashbias_convert.attention.backends import BackendFallbackWarning, _warn, training_doubt
 from flashbias_convert.attention.training_costs import KEY_BIAS, fastest, form_name
 from flashbias_convert.cost_tables import CLASSES, FIELDS
 
@@ -241,38 +238,3 @@ def test_the_choice_is_a_constant_of_the_graph(
             assert torch.equal(out, (3 if n > 32 else 2) * x.q)
         # factors settle the length of a graph, whatever it is compiled for
         assert graphs - before <= (2 if dynamic and not rank else 4)
-
-
-@pytest.mark.parametrize(
-    ("cuda", "dtype", "cosine", "doubted"),
-    [
-        (True, torch.bfloat16, True, True),
-        (False, torch.bfloat16, True, False),
-        (True, torch.float16, True, False),
-        (True, torch.bfloat16, False, False),
-    ],
-)
-def test_training_that_failed_on_a_card(
-    cuda: bool, dtype: torch.dtype, cosine: bool, doubted: bool
-) -> None:
-    q: Any = SimpleNamespace(is_cuda=cuda, dtype=dtype)
-    assert (training_doubt(q, cosine) is not None) == doubted
-
-
-def test_doubts_hold_for_auto_alone(
-    kernel: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is doubted is told, and torch's attention runs; who names the kernels gets them."""
-    monkeypatch.setattr(operator, "training_doubt", lambda *_: "it failed once")
-    _warn.cache_clear()
-    x = Inputs(device, n=20)
-    x.q.requires_grad_()
-    with pytest.warns(BackendFallbackWarning, match="it failed once"):
-        auto = flashbias_attention(x.q, x.k, x.v)
-    told = flashbias_attention(x.q, x.k, x.v, backend="sdpa")
-    assert torch.equal(auto, told)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        flashbias_attention(x.q, x.k, x.v, backend=kernel)
-        with torch.no_grad():
-            flashbias_attention(x.q, x.k, x.v)
