@@ -161,16 +161,13 @@ def run(args: argparse.Namespace) -> None:
     known = {row_file.key_of(row, KEY) for row in rows}
     calls = [(args, name, n) for n in args.tokens for name in args.attention]
     calls = [c for c in calls if row_file.key_of(facts(*c), KEY) not in known]
-    while calls:
-        now, calls = calls[:TOGETHER], calls[TOGETHER:]
-        left = args.stop_s - (time.monotonic() - started)
-        seconds = None if math.isinf(left) else left
-        lost = now if left < 0 else in_turns(bench_row, now, seconds=seconds)
-        for call in lost:
-            if args.stop_s < time.monotonic() - started:
-                print(f"{call[1]}, {call[2]} tokens: not measured")
-            else:
-                write(args, {**facts(*call), "status": CRASHED})
+    left = args.stop_s - (time.monotonic() - started)
+    seconds = None if math.isinf(left) else left
+    for call in in_turns(bench_row, calls, together=TOGETHER, seconds=seconds):
+        if args.stop_s < time.monotonic() - started:
+            print(f"{call[1]}, {call[2]} tokens: not measured")
+        else:
+            write(args, {**facts(*call), "status": CRASHED})
 
 
 def arguments() -> argparse.Namespace:

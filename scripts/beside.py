@@ -26,10 +26,10 @@ import sys
 import tempfile
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
+from pausing import Tree
 from turns import BESIDE
 
 #: seconds between looks at which commands have ended
@@ -45,43 +45,18 @@ class Command:
     Attributes:
         text: what was asked for.
         process: its shell.
-        shell: that process as psutil knows it, so that no other one that gets its number is taken
-            for it.
+        tree: that process and what it has started.
         log: everything it printed.
         seconds: it took, or None while it runs.
         alone_s: of them it had the machine alone.
-        stopped: its processes that `stop` has stopped.
     """
 
     text: str
     process: subprocess.Popen[bytes]
-    shell: psutil.Process
+    tree: Tree
     log: Path
     seconds: float | None = None
     alone_s: float = 0.0
-    stopped: list[psutil.Process] = field(default_factory=list)
-
-    def tree(self) -> list[psutil.Process]:
-        """Every process of it that still runs."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if self.process.returncode is None and self.shell.is_running():
-                return [self.shell, *self.shell.children(recursive=True)]
-        return []
-
-    def stop(self) -> None:
-        """Until `go`; what is started meanwhile is found, because its parent stops, too."""
-        while new := [p for p in self.tree() if p not in self.stopped]:
-            for process in new:
-                self.stopped.append(process)
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.suspend()
-
-    def go(self) -> None:
-        """Go on after `stop`; what something else has stopped stays so."""
-        for process in self.stopped:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.resume()
-        self.stopped.clear()
 
 
 def start(text: str, number: int, logs: Path, address: str) -> Command:
@@ -96,7 +71,7 @@ def start(text: str, number: int, logs: Path, address: str) -> Command:
             text, shell=True, stdout=output, stderr=subprocess.STDOUT,
             env={**os.environ, **caches, BESIDE: address},
         )  # fmt: skip
-    return Command(text, process, psutil.Process(process.pid), log)
+    return Command(text, process, Tree(process.pid), log)
 
 
 def peer(connection: socket.socket) -> int:
@@ -141,17 +116,17 @@ class Machine:
             self.owns.alone_s += time.monotonic() - self.since
         if not self.asked:
             for command in self.commands:
-                command.go()
+                command.tree.go()
 
     def _give(self, connection: socket.socket) -> None:
         pid = peer(connection)
         self.owns, self.since = None, time.monotonic()
         for command in self.commands:
-            if pid in [process.pid for process in command.tree()]:
+            if pid in [process.pid for process in command.tree.processes()]:
                 self.owns = command
-                command.go()
+                command.tree.go()
             else:
-                command.stop()
+                command.tree.stop()
         time.sleep(self.settle_s)  # what stopped processes have launched ends
         self.owner = connection
         with contextlib.suppress(BrokenPipeError):
@@ -178,10 +153,7 @@ def run(texts: list[str], logs: Path, settle_s: float, stop_s: float = math.inf)
                         command.seconds = time.monotonic() - started
         finally:
             for command in commands:
-                command.stop()  # nothing is started meanwhile
-                for process in command.stopped:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.kill()
+                command.tree.kill()
                 command.process.wait()
     return commands
 

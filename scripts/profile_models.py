@@ -214,10 +214,9 @@ def main() -> None:
         if (cases[name].name, variant) not in done
     ]
     where = machine(torch.device(options.device), getattr(torch, options.dtype))
-    for i in range(0, len(jobs), options.together):
-        for name, variant, _ in in_turns(profile_job, jobs[i : i + options.together]):
-            row = {"model": cases[name].name, "variant": variant, "status": "failed"}
-            _write(options.output, COLUMNS, [{**row, "reason": "its process died", **where}])
+    for name, variant, _ in in_turns(profile_job, jobs, together=options.together):
+        row = {"model": cases[name].name, "variant": variant, "status": "failed"}
+        _write(options.output, COLUMNS, [{**row, "reason": "its process died", **where}])
     rows = _rows(options.output)
     for row in rows:
         print(*(row[name] for name in COLUMNS[:9]), sep="  ")

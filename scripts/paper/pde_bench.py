@@ -176,15 +176,12 @@ def timed(args: argparse.Namespace) -> None:
     peers = [*args.peers, *([] if args.kernel is None else [args.kernel.stem])]
     calls = [(args, peer, points) for points in args.points for peer in peers
              if left_of(args, peer, points)]  # fmt: skip
-    while calls:
-        now, calls = calls[:TOGETHER], calls[TOGETHER:]
-        left = args.stop_s - (time.monotonic() - started)
-        seconds = None if math.isinf(left) else left
-        lost = now if left < 0 else in_turns(bench_rows, now, seconds=seconds)
-        for _, peer, points in lost:
-            if args.stop_s < time.monotonic() - started:
-                print(f"{peer}, {points} points: not measured")
-                continue
-            for phase in left_of(args, peer, points):
-                write(args, peer, points, phase, {"status": CRASHED})
+    left = args.stop_s - (time.monotonic() - started)
+    seconds = None if math.isinf(left) else left
+    for _, peer, points in in_turns(bench_rows, calls, together=TOGETHER, seconds=seconds):
+        if args.stop_s < time.monotonic() - started:
+            print(f"{peer}, {points} points: not measured")
+            continue
+        for phase in left_of(args, peer, points):
+            write(args, peer, points, phase, {"status": CRASHED})
     draw(table_of(args))

@@ -90,16 +90,16 @@ def run_apart(
             for name, variant in left
         ]  # fmt: skip
         jobs = _with_truths(jobs, options.together)
-        for i in range(0, len(jobs), options.together):
-            if time.monotonic() > ends:
-                print(f"stopped before {jobs[i].model}, {jobs[i].variant}")
-                break
-            batch = jobs[i : i + options.together]
-            lost = in_turns(measure_job, [(job,) for job in batch])
-            table.read()
-            for (job,) in lost:
-                if not table.has(job.model, job.variant, where["device"]):  # died before it wrote
-                    table.add({**_known(cases[job.model], job), **where, **job.extra})
+        calls = [(job,) for job in jobs]
+        seconds = None if math.isinf(ends) else ends - time.monotonic()
+        lost = in_turns(measure_job, calls, together=options.together, seconds=seconds)
+        table.read()
+        late = time.monotonic() > ends
+        for (job,) in lost:
+            if late:
+                print(f"stopped before {job.model}, {job.variant}")
+            elif not table.has(job.model, job.variant, where["device"]):  # died before it wrote
+                table.add({**_known(cases[job.model], job), **where, **job.extra})
 
 
 def _file(folder: str, number: int) -> Path:
@@ -119,10 +119,9 @@ def _with_truths(jobs: Sequence[Job], together: int) -> list[Job]:
         without errors would stay so.
     """
     wanted, died = list({job.truth: (job,) for job in jobs}.values()), set()
-    for i in range(0, len(wanted), together):
-        for (job,) in in_turns(truth_job, wanted[i : i + together], timed=False):
-            print(f"  no truth for {job.model}: its process died")
-            died.add(job.truth)
+    for (job,) in in_turns(truth_job, wanted, together=together, timed=False):
+        print(f"  no truth for {job.model}: its process died")
+        died.add(job.truth)
     found = [job for job in jobs if job.truth.is_file() or job.truth in died]
     for name in dict.fromkeys(job.model for job in jobs if job not in found):
         print(f"  no rows of {name}: no memory for what they are compared with", flush=True)

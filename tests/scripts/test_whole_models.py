@@ -161,7 +161,7 @@ def test_every_row_is_written_by_a_process_of_its_own(
     named = [dataclasses.replace(case, name=name) for name, case in cases.items()]
     turns: list[str] = []
 
-    def in_turns(job: Any, calls: Any, *, timed: bool = True) -> Any:
+    def in_turns(job: Any, calls: Any, **_: Any) -> Any:
         if job is running.measure_job and calls[-1][0].model == "dead":
             lost, calls = calls[-1:], calls[:-1]
         else:
@@ -194,7 +194,7 @@ def test_the_truth_is_found_once_for_all_rows_of_a_model(
 ) -> None:
     jobs: list[str] = []
 
-    def in_turns(job: Any, calls: Any, *, timed: bool = True) -> Any:
+    def in_turns(job: Any, calls: Any, **_: Any) -> Any:
         for (call,) in calls:
             jobs.append(job.__name__)
             job(call, measuring.at_once)
@@ -387,7 +387,7 @@ def test_every_model_has_a_name_and_ours() -> None:
             assert "original" in case.variants() and "exact" in case.variants()
 
 
-def here(job: Any, calls: Any, *, timed: bool = True) -> list[Any]:
+def here(job: Any, calls: Any, **_: Any) -> list[Any]:
     """As `turns.in_turns`, in this process."""
     for call in calls:
         job(*call, measuring.at_once)

@@ -12,9 +12,16 @@ from turns import carry_out
 
 
 def in_turns_here(
-    job: Any, calls: list[Any], *, seconds: float | None = None, timed: bool = True
+    job: Any,
+    calls: list[Any],
+    *,
+    together: int | None = None,
+    seconds: float | None = None,
+    timed: bool = True,
 ) -> list[Any]:
     """The calls that were lost: a job that raises SystemExit has died."""
+    if seconds is not None and seconds < 0:
+        return list(calls)
     lost = []
     for call in calls:
         try:
