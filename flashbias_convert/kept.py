@@ -42,6 +42,8 @@ def kept_with_both(first: Tensor, second: Tensor, key: Hashable, make: Callable[
 
     The tensor itself is kept, so that no other one gets its address.
     """
+    if torch.compiler.is_compiling():  # the id would be a guard: compiled anew for every tensor
+        return make()
     key = (key, id(second), _version(second))
     beside, made = kept_with(first, key, lambda: (second, make()))
     return made if beside is second else make()

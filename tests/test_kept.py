@@ -73,3 +73,21 @@ def test_a_padding_mask_is_let_go_of_after_its_call() -> None:
         assert gone() is None and of_places() is None
     finally:
         gc.enable()
+
+
+def test_a_trace_makes_no_guard_on_which_tensors_they_are() -> None:
+    """Compiled code would serve those of its first call alone."""
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(fullgraph=True, backend=count)
+    def call(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = kept_with_both(first, second, "sum", lambda: first + second)
+        return made
+
+    for n in range(3):
+        assert torch.equal(call(torch.ones(3), torch.full((3,), n)), torch.full((3,), 1.0 + n))
+    assert len(graphs) == 1
