@@ -28,7 +28,10 @@ COMPILED = (
     "original exact"
 )
 VISION = f"{COMPILED} ours-compiled ours"
-GRAPHS = "original-graphs sdpa-cudnn-graphs none-cudnn-graphs exact-graphs exact-compiled"
+DECODED = (
+    "sdpa-cudnn-compiled exact-compiled none-cudnn-compiled original-compiled sdpa-cudnn-graphs "
+    "exact-graphs"
+)
 PAIRS = "--device cuda --limit-s 200 --ranks 32 96 --network-ranks 96 --repeats 10"
 
 
@@ -59,12 +62,12 @@ GROUPS = {
     "models": [
         _models("swinv2-b", VISION, 9),
         _models("gpt2-prefill-2k", COMPILED),
-        _models("gpt2-decode-2k gpt2-decode-8k", GRAPHS, 10),
+        _models("gpt2-decode-2k gpt2-decode-8k", DECODED, 6),
         _models("plain-16384 plain-65536", COMPILED, 7),
         _models("pangu", f"{VISION} svd-56-compiled", 10),
         _models("gpt2-prefill-8k", COMPILED),
         _models("swinv2-l", VISION, 9),
-        _models("bloom7b-decode", GRAPHS, 5),
+        _models("bloom7b-decode", DECODED, 6),
     ],
     "families": [
         "bench_models.py --models families --variants original-compiled ours-compiled "

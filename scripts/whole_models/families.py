@@ -153,9 +153,9 @@ def _language(s: Sizes) -> Parts:
             few, n, of_transformers("T5ForConditionalGeneration", "T5Config", **t5),
             pairs(n, words),
         ),
-        f"transformers_umt5, base, {s.layers} + {s.layers} layers": (
-            few, n, of_transformers("UMT5ForConditionalGeneration", "UMT5Config", **t5),
-            pairs(n, words),
+        # before transformers 5.18 its decoder is not converted
+        f"transformers_umt5, encoder of base, {s.layers} layers": (
+            few, n, of_transformers("UMT5EncoderModel", "UMT5Config", **t5), tokens(n, words),
         ),
     }  # fmt: skip
 

@@ -23,21 +23,37 @@ def images(size: int) -> Inputs:
     return make
 
 
-def tokens(n: int, vocabulary: int, **more: Any) -> Inputs:
-    """Token numbers (B, n) without padding, and further keyword arguments."""
+def tokens(n: int, vocabulary: int, masked: bool = False, **more: Any) -> Inputs:
+    """Token numbers (B, n) without padding, and further keyword arguments.
+
+    Args:
+        n: tokens of a text.
+        vocabulary: size of it.
+        masked: with a mask of ones: some models make none while they are compiled, and then
+            compute something else, or nothing.
+        **more: handed on.
+    """
 
     def make(count: int, device: torch.device, _: torch.dtype) -> Any:
-        return (_integers(count, n, high=vocabulary, device=device),), dict(more)
+        ids = _integers(count, n, high=vocabulary, device=device)
+        return (ids,), {**more, "attention_mask": torch.ones_like(ids)} if masked else dict(more)
 
     return make
 
 
-def pairs(n: int, vocabulary: int) -> Inputs:
-    """For encoders with decoders."""
+def pairs(n: int, vocabulary: int, masked: bool = False) -> Inputs:
+    """For encoders with decoders.
+
+    Args:
+        n: tokens of either.
+        vocabulary: size of it.
+        masked: see `tokens`.
+    """
 
     def make(count: int, device: torch.device, _: torch.dtype) -> Any:
         ids = _integers(count, n, high=vocabulary, device=device)
-        return (), {"input_ids": ids, "decoder_input_ids": ids, "use_cache": False}
+        call = {"input_ids": ids, "decoder_input_ids": ids, "use_cache": False}
+        return (), {**call, "attention_mask": torch.ones_like(ids)} if masked else call
 
     return make
 
@@ -54,12 +70,14 @@ def pages(n: int, vocabulary: int) -> Inputs:
 
 
 def page_pairs(n: int, vocabulary: int) -> Inputs:
-    """For an encoder that wants boxes, from 0 to 1, with a decoder."""
+    """For an encoder that wants boxes, from 0 to 1, with a decoder; with a mask of ones."""
 
     def make(count: int, device: torch.device, dtype: torch.dtype) -> Any:
         (ids,), more = pages(n, vocabulary)(count, device, dtype)
         boxes = (more["bbox"] / 1000).to(dtype)
-        return (), {"input_ids": ids, "decoder_input_ids": ids, "bbox": boxes, "use_cache": False}
+        mask = torch.ones_like(ids)
+        call = {"input_ids": ids, "decoder_input_ids": ids, "bbox": boxes, "use_cache": False}
+        return (), {**call, "attention_mask": mask}
 
     return make
 

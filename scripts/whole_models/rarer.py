@@ -40,7 +40,7 @@ def _vision(s: Sizes) -> Parts:
         "timm_swinv2_cr, base, 8 layers": (
             s.many, 49, of_timm("swinv2_cr_base_224", **cr), images(s.image),
         ),
-        "torchvision_maxvit, tiny": (s.batch, 49, _maxvit(s.tiny), images(s.image)),
+        "torchvision_maxvit, tiny": (s.many, 49, _maxvit(s.tiny), images(s.image)),
         "torchvision_mvit, small, 16 frames": (
             max(1, s.batch // 8), 25089, _mvit(s.tiny), normal(video),
         ),
@@ -91,13 +91,13 @@ def _language(s: Sizes) -> Parts:
     return {
         f"transformers_longt5, base, 4 x text, {s.layers} layers": (
             few, 4 * n, of_transformers("LongT5EncoderModel", "LongT5Config", **long),
-            tokens(4 * n, words),
+            tokens(4 * n, words, masked=True),
         ),
         f"transformers_switch, {layers}, one expert": (
             few, n,
             of_transformers("SwitchTransformersForConditionalGeneration",
                             "SwitchTransformersConfig", **switch),
-            pairs(n, words),
+            pairs(n, words, masked=True),
         ),
         f"transformers_udop, {layers}": (
             s.batch, n // 2,
@@ -114,6 +114,19 @@ def _language(s: Sizes) -> Parts:
             normal((128 if s.tiny else 4000, 80), mask=None),
         ),
     }  # fmt: skip
+
+
+class Chain(nn.Module):
+    """Modules one after the other: what one of them takes alone, the host would decide."""
+
+    def __init__(self, *inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(inner)
+
+    def forward(self, x: Any, *rest: Any) -> Any:
+        for module in self.inner:
+            x = module(x, *rest)
+        return x
 
 
 class First(nn.Module):
@@ -144,8 +157,10 @@ def _pairs(s: Sizes) -> Parts:
         return modeling_esmfold.EsmFoldTriangularSelfAttentionBlock(trunk)
 
     def attention() -> nn.Module:
-        inner = modeling_esmfold.EsmFoldSelfAttention(sequence, sequence // head, head, gated=True)
-        return First(inner)
+        def inner() -> nn.Module:
+            return modeling_esmfold.EsmFoldSelfAttention(sequence, heads, head, gated=True)
+
+        return Chain(*(First(inner()) for _ in range(many)))
 
     def diffusion() -> nn.Module:
         module = {"hidden_size": dim, "num_attention_heads": width, "intermediate_size": 2 * dim}
@@ -153,18 +168,19 @@ def _pairs(s: Sizes) -> Parts:
         config = configuration_esmfold2.EsmFold2Config(structure_head={"diffusion_module": module})
         config._attn_implementation = "sdpa"
         part = config.structure_head.diffusion_module
-        return First(modeling_esmfold2.EsmFold2DiffusionAttention(config, part))
+        made = (modeling_esmfold2.EsmFold2DiffusionAttention(config, part) for _ in range(many))
+        return Chain(*map(First, made))
 
     dim, width = (32, 4) if s.tiny else (768, 16)
-    heads = sequence // head
+    heads, many = sequence // head, 2 if s.tiny else 12
     return {
         f"transformers_esmfold_triangle, a block, {n} residues": (
             blocks, n, block, normal((n, sequence), (n, n, pair)),
         ),
-        f"transformers_esmfold_sequence, one attention, {2 * n} residues": (
+        f"transformers_esmfold_sequence, {many} attentions, {2 * n} residues": (
             s.few, 2 * n, attention, normal((2 * n, sequence), bias=(2 * n, 2 * n, heads)),
         ),
-        f"transformers_esmfold2, one attention of its diffusion, {2 * n} tokens": (
+        f"transformers_esmfold2, {many} attentions of its diffusion, {2 * n} tokens": (
             s.batch, 2 * n, diffusion, normal((2 * n, dim), (width, 2 * n, 2 * n)),
         ),
     }  # fmt: skip

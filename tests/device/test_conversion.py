@@ -108,6 +108,26 @@ def test_a_patched_model_moves(case: Case, device: torch.device) -> None:
 # -- files ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("offloads", [False, True])
+def test_accelerate_brings_a_model_here(case: Case, device: torch.device, offloads: bool) -> None:
+    """It moves tensors one by one, past the modules' own ways."""
+    accelerate = pytest.importorskip("accelerate")
+    if offloads and device.type not in ("cpu", "cuda"):
+        pytest.skip("it cannot load parameters of a subclass")
+    model = converted(case, CPU)
+    expected = converted(case, device)
+    model.state_dict()  # has looked at the terms where they are
+    whole = sorted({type(site).__name__ for site in patched_modules(model)})
+    if offloads:
+        made = accelerate.cpu_offload(model, execution_device=device, preload_module_classes=whole)
+    else:
+        made = accelerate.dispatch_model(model, {"": device}, force_hooks=True)
+    call = on(device, case.call())
+    for _ in range(2):
+        found, wanted = (outputs(m, call).to(CPU) for m in (made, expected))
+        assert torch.equal(found, wanted)
+
+
 def test_a_model_is_saved_and_loaded(case: Case, device: torch.device, tmp_path: Path) -> None:
     model = converted(case, device)
     path = tmp_path / "x.safetensors"

@@ -114,6 +114,16 @@ def test_gains_of_cuda_graphs_come_first(tmp_path: Path) -> None:
     assert found == {"a": "1.5x / 0.40x, H200, bf16", "b": "2.0x, H200, bf16"}
 
 
+def test_what_torch_fails_to_compile_is_compared_in_eager_mode(tmp_path: Path) -> None:
+    path = tmp_path / "families.csv"
+    table = writing.Table(path)
+    table.add(row("a, x", "original-compiled", "", status="failed"))
+    table.add(row("a, x", "ours-compiled", "1.0") | {"replay_ms": "0.5"})
+    table.add(row("a, x", "original", "3.0"))
+    found = supported_table.measured_gains(path)
+    assert found == {"a": "3.0x, H200, bf16, the original in eager mode"}
+
+
 def test_a_new_measurement_makes_the_readme_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
