@@ -157,10 +157,8 @@ def _pairs(s: Sizes) -> Parts:
         return modeling_esmfold.EsmFoldTriangularSelfAttentionBlock(trunk)
 
     def attention() -> nn.Module:
-        def inner() -> nn.Module:
-            return modeling_esmfold.EsmFoldSelfAttention(sequence, heads, head, gated=True)
-
-        return Chain(*(First(inner()) for _ in range(many)))
+        inner = modeling_esmfold.EsmFoldSelfAttention(sequence, heads, head, gated=True)
+        return First(inner)
 
     def diffusion() -> nn.Module:
         module = {"hidden_size": dim, "num_attention_heads": width, "intermediate_size": 2 * dim}
@@ -177,7 +175,7 @@ def _pairs(s: Sizes) -> Parts:
         f"transformers_esmfold_triangle, a block, {n} residues": (
             blocks, n, block, normal((n, sequence), (n, n, pair)),
         ),
-        f"transformers_esmfold_sequence, {many} attentions, {2 * n} residues": (
+        f"transformers_esmfold_sequence, one attention, {2 * n} residues": (
             s.few, 2 * n, attention, normal((2 * n, sequence), bias=(2 * n, 2 * n, heads)),
         ),
         f"transformers_esmfold2, {many} attentions of its diffusion, {2 * n} tokens": (
