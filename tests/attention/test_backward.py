@@ -16,12 +16,13 @@ from flashbias_convert.attention import (
     flashbias_attention,
 )
 from flashbias_convert.attention.backends import BackendFallbackWarning, _warn
+from flashbias_convert.attention.factor_columns import column_gradients, factor_columns
 from flashbias_convert.attention.tuning import backward_settings
 from flashbias_convert.errors import UnsupportedTermError
 from tests.support import assert_parity
 
 from .cases import BIASES, Inputs, views
-from .gradients import gradients, of_backend, plain_gradients
+from .gradients import Recomputed, gradients, of_backend, plain_gradients
 
 
 def compared(
@@ -83,12 +84,59 @@ def test_windows_of_swin_v2(
 @pytest.mark.parametrize("wanted", ["phi_q", "phi_k"])
 def test_a_factor_needs_the_other_one_in_bf16(wanted: str) -> None:
     own = {"phi_q": torch.ones(2, 5, 16).half(), "phi_k": torch.ones(2, 7, 16).half()}
-    ((name, found),) = backward._rounded_factors(own, {wanted}, torch.bfloat16).items()
+    ((name, found),) = backward._rounded_factors(own, {wanted}, torch.bfloat16, 0).items()
     other = "phi_k" if wanted == "phi_q" else "phi_q"
     assert name == f"{other}_rounded" and found.dtype == torch.bfloat16
     assert found.shape == own[other].shape
-    assert not backward._rounded_factors(own, {wanted}, torch.float16)
-    assert not backward._rounded_factors(own, {"dense"}, torch.bfloat16)
+    assert not backward._rounded_factors(own, {wanted}, torch.float16, 0)
+    assert not backward._rounded_factors(own, {"dense"}, torch.bfloat16, 0)
+
+
+@pytest.mark.parametrize("wanted", ["phi_q", "phi_k"])
+def test_split_factors_keep_two_parts_for_gradients(wanted: str) -> None:
+    """Gradients of columns, added up as those of the factors are, are those of whole numbers."""
+    generator = torch.Generator().manual_seed(0)
+    phi_q, phi_k = (torch.randn(2, n, 5, generator=generator) for n in (6, 7))
+    columns = factor_columns(phi_q, phi_k, 3, torch.float16, 1.0)
+    own = dict(zip(("phi_q", "phi_k"), columns, strict=True))
+    ((_, rounded),) = backward._rounded_factors(own, {wanted}, torch.bfloat16, 3).items()
+    scores = torch.randn(2, 6, 7, generator=generator, dtype=torch.float64)
+    scores = scores if wanted == "phi_q" else scores.mT
+    found = column_gradients(phi_q, phi_k, 3, {wanted: (scores @ rounded.double()).float()})
+    exact = scores @ (phi_k if wanted == "phi_q" else phi_q).double()
+    error = (found[wanted] - exact).abs() / exact.abs().amax()
+    assert error[..., :3].max() < 2**-15  # 16 bits
+    assert 2**-15 < error[..., 3:].max() < 2**-7  # 8 bits
+
+
+def test_weights_of_distances(kernel: str, device: torch.device) -> None:
+    """Squared distances are sums that cancel, and so are the gradients of their weights."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    x = Inputs(device, dtype, batch=(1,), heads=2, n=256, m=256, d=16)
+    points = torch.nn.functional.normalize(x.normal(256, 3).double(), dim=-1)
+    weights = 64 * x.normal(2, 256).double().sigmoid()
+
+    def gradient(kind: torch.dtype, attend: Any) -> torch.Tensor:
+        wide = torch.promote_types(kind, torch.float32)
+        own, at = weights.to(wide).requires_grad_(), points.to(wide)
+        q, k, v, dout = (t.detach().to(kind) for t in (x.q, x.k, x.v, x.q.flip(-2)))
+        return torch.autograd.grad(attend(q, k, v, own, at), own, dout)[0]
+
+    def plain(q: Any, k: Any, v: Any, own: Any, at: Any) -> Any:
+        bias = -own[..., None] * (at[:, None] - at).square().sum(-1)
+        if q.dtype != torch.float64:
+            visible = torch.ones(1, 1, dtype=torch.bool, device=device)
+            return Recomputed.apply(q, k, v, bias, bias, visible, q.shape[-1] ** -0.5)
+        return (q @ k.mT * q.shape[-1] ** -0.5 + bias).softmax(-1) @ v
+
+    def ours(q: Any, k: Any, v: Any, own: Any, at: Any) -> Any:
+        square, one = at.square().sum(-1, keepdim=True), torch.ones_like(at[:, :1])
+        phi_q = torch.cat([2 * at, -one, -square], -1) * own[..., None]
+        term = LowRank(phi_q=phi_q, phi_k=torch.cat([at, square, one], -1)[None])
+        return flashbias_attention(q, k, v, ScoreBias((term,), 2), backend=kernel)
+
+    found, formula = gradient(dtype, ours), gradient(dtype, plain)
+    assert_parity(found, formula, gradient(torch.float64, plain))
 
 
 def test_factors_that_are_rounded_apart(
