@@ -125,6 +125,8 @@ def test_weights_of_distances(kernel: str, device: torch.device) -> None:
     def plain(q: Any, k: Any, v: Any, own: Any, at: Any) -> Any:
         bias = -own[..., None] * (at[:, None] - at).square().sum(-1)
         if q.dtype != torch.float64:
+            # what factors are multiplied with is rounded, like what q and k are
+            bias.register_hook(lambda found: found.to(q.dtype).to(found.dtype))
             visible = torch.ones(1, 1, dtype=torch.bool, device=device)
             return Recomputed.apply(q, k, v, bias, bias, visible, q.shape[-1] ** -0.5)
         return (q @ k.mT * q.shape[-1] ** -0.5 + bias).softmax(-1) @ v
