@@ -4,9 +4,10 @@ python scripts/finetune_swinv2_cifar.py DATA_FOLDER [--minutes 3] [--device cuda
 
 The example is converted at a low energy, where its accuracy suffers, with
 ``patch_model(train="terms")``. Then the terms alone are trained, and, from the same start, all
-weights. As a control the original is trained likewise, on all weights: what it gains has nothing to
-do with terms. Accuracies are those of float32 and of the running average of the weights; converted
-models are saved, loaded and only then measured. Writes finetune_swinv2.csv.
+weights. They learn what the original says of augmented images, or, with ``--from-labels``, what
+these show. As a control the original is trained likewise, from labels, on all weights: what it
+gains has nothing to do with terms. Accuracies are those of float32 and of the running average of
+the weights; converted models are saved, loaded and only then measured. Writes finetune_swinv2.csv.
 """
 
 from __future__ import annotations
@@ -40,22 +41,37 @@ from flashbias_convert.swap import patched_modules
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples/swinv2_cifar10/model.safetensors"
 COLUMNS = (
-    "name", "top1", "top5", "mean_rank", "trained_parameters", "steps", "batch", "lr", "seconds",
-    "energy", "fill", "test_images", "seed", "device", "torch", "timm",
+    "name", "top1", "top5", "mean_rank", "trained_parameters", "learnt_from", "steps", "batch",
+    "lr", "seconds", "energy", "fill", "test_images", "seed", "device", "torch", "timm",
 )  # fmt: skip
 Data = tuple[Tensor, Tensor]
 
 
 class TermTrainer(Trainer):
-    """A trainer that decays no factor: a term that is not needed is no reason to shrink others."""
+    """A trainer that decays no factor: a term that is not needed is no reason to shrink others.
 
-    def __init__(self, model: nn.Module, source: BatchSource, steps: int) -> None:
+    Args:
+        model, source, steps: see `Trainer`.
+        teacher: whose probabilities are learnt; None: labels are.
+    """
+
+    def __init__(
+        self, model: nn.Module, source: BatchSource, steps: int, teacher: nn.Module | None
+    ) -> None:
         super().__init__(model, model, source, steps)
+        self.teacher = teacher
         wanted = [p for p in model.parameters() if p.requires_grad]
         hyper, fused = self.hyper, self.device.type == "cuda"
         self.optimizer = torch.optim.AdamW(
             wanted, lr=hyper.lr, betas=hyper.betas, weight_decay=0.0, fused=fused
         )
+
+    def loss(self, inputs: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
+        """See `Trainer.loss`."""
+        if self.teacher is not None:
+            with torch.no_grad():
+                targets = self.teacher(inputs).float().softmax(-1)
+        return super().loss(inputs, logits, targets)
 
 
 def converted(args: argparse.Namespace) -> tuple[nn.Module, float]:
@@ -82,7 +98,11 @@ def count(model: nn.Module) -> int:
 
 
 def finetune(
-    model: nn.Module, source: BatchSource, test: Data, args: argparse.Namespace
+    model: nn.Module,
+    source: BatchSource,
+    test: Data,
+    args: argparse.Namespace,
+    teacher: nn.Module | None = None,
 ) -> tuple[nn.Module, int, float]:
     """The average of the weights after the training, its steps and its seconds."""
     steps = args.steps
@@ -90,7 +110,7 @@ def finetune(
         _, seconds = measure_step(model, model, source)
         steps = max(1, int(60 * args.minutes / seconds))
     torch.manual_seed(args.seed)
-    trainer = TermTrainer(model.train(), source, steps)
+    trainer = TermTrainer(model.train(), source, steps, teacher)
     started = time.perf_counter()
     train(trainer, test)
     return trainer.average, steps, time.perf_counter() - started
@@ -125,6 +145,7 @@ def rows(args: argparse.Namespace) -> Any:
 
     original = open_model(args.checkpoint).model.to(args.device)
     yield row("original", original, None)
+    teacher = None if args.from_labels else original.eval()
     model, rank = converted(args)
     yield row("converted", model, rank)
     for name, everything in (("terms trained", False), ("all trained", True)):
@@ -132,13 +153,15 @@ def rows(args: argparse.Namespace) -> Any:
         if not everything:
             only_terms(model)
         wanted = count(model)
-        average, steps, seconds = finetune(model, source(), test, args)
+        average, steps, seconds = finetune(model, source(), test, args, teacher)
         run = {"trained_parameters": wanted, "steps": steps, "seconds": round(seconds, 1)}
+        run["learnt_from"] = "labels" if teacher is None else "original"
         yield row(name, reloaded(average, args), rank, **run)
     keep_bias_in_float32(original)
     wanted = count(original)
     average, steps, seconds = finetune(original, source(), test, args)
     run = {"trained_parameters": wanted, "steps": steps, "seconds": round(seconds, 1)}
+    run["learnt_from"] = "labels"
     yield row("original, all trained", average, None, **run)
 
 
@@ -150,6 +173,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--fill", action="store_true", help="ranks as kernels compute them anyway")
     parser.add_argument("--minutes", type=float, default=3.0, help="of each training")
     parser.add_argument("--steps", type=int, help="of each training, instead of --minutes")
+    parser.add_argument("--from-labels", action="store_true", help="not from the original")
     parser.add_argument("--batch", type=int, default=Hyperparameters.batch)
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--seed", type=int, default=0)

@@ -259,13 +259,17 @@ class Trainer:
         inputs, targets = self.source.next(number < self.steps * (1 - self.hyper.unmixed_tail))
         with torch.autocast(self.device.type, dtype=torch.bfloat16):
             logits = self.forward(inputs)
-        loss = F.cross_entropy(logits.float(), targets)
+            loss = self.loss(inputs, logits.float(), targets)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.hyper.clip_grad)
         self.optimizer.step()
         self._update_average(number)
         return loss.detach()
+
+    def loss(self, inputs: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
+        """Of a batch: inputs (batch, 3, 64, 64), logits and soft targets (batch, classes)."""
+        return F.cross_entropy(logits, targets)
 
     @torch.no_grad()
     def _update_average(self, number: int) -> None:
