@@ -22,8 +22,8 @@ TABLE = PaperTable(
         "flex-alibi": Published("FlashAttention with ALiBi_slopes", 38.98, 0.21),
         "exact": Published("FlashBias with decomposition in JIT", 38.98, 0.21),
     },
-    variants=("none", "flex-alibi", "exact", "none-compiled", "flex-alibi-compiled",
-              "exact-compiled"),
+    variants=("none", "flex-alibi", "exact", "none-compiled", "none-cudnn-compiled",
+              "flex-alibi-compiled", "exact-compiled"),
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -41,7 +41,8 @@ TABLE = PaperTable(
         "flex": Published("FlexAttention with Bias", 40.03, 1.27, note="FlashBias in it 39.78"),
     },
     variants=("none", "sdpa", "exact", "none-flex", "flex", "original", "none-compiled",
-              "sdpa-compiled", "exact-compiled", "none-flex-compiled", "flex-compiled",
+              "none-cudnn-compiled", "sdpa-compiled", "sdpa-cudnn-compiled", "exact-compiled",
+              "none-flex-compiled", "flex-compiled",
               "original-compiled"),
     bare={"flex": "none-flex"},
 )  # fmt: skip

@@ -40,7 +40,7 @@ def draw(rows: Sequence[dict[str, str]], path: Path, title: str = "") -> None:
     for ax in axes[len(models) :]:
         ax.set_axis_off()
     devices = ", ".join(dict.fromkeys(row["device"] for row in rows))
-    figure.suptitle(f"{title} {devices}, {rows[0]['dtype']}".strip(), fontsize=10)
+    figure.suptitle(", ".join(filter(None, (title, devices, rows[0]["dtype"]))), fontsize=10)
     figure.savefig(path, dpi=110)
 
 
@@ -82,7 +82,7 @@ def draw_lengths(rows: Sequence[dict[str, str]], path: Path, title: str) -> None
             ax.set(xlabel="N", ylabel=label)
         line[0].set_title(kind, fontsize=9)
         line[0].legend(fontsize=7)
-    figure.suptitle(f"{title} {rows[0]['device']}, {rows[0]['dtype']}", fontsize=10)
+    figure.suptitle(f"{title}, {rows[0]['device']}, {rows[0]['dtype']}", fontsize=10)
     figure.savefig(path, dpi=110)
 
 

@@ -454,6 +454,15 @@ def test_a_table_of_rows_that_others_have_measured(
     passage = path.with_suffix(".md").read_text()
     assert "card, d, batch 1" in passage and "39.26" in passage
 
+    third = writing.Table(tmp_path / "c.csv")
+    for variant, ms in (("none-cudnn-compiled", "2"), ("exact-compiled", "5")):
+        third.add(row(variant, ms))
+    monkeypatch.setattr(sys, "argv", [*arguments[:5], str(third.path), "--variants", "*-compiled"])
+    paper.main("x")
+    found = writing.read_rows(path)
+    assert [(r["delta"], r["paper_time"]) for r in found] == [("0", ""), ("3", "39.26")]
+
+    monkeypatch.setattr(sys, "argv", arguments)
     writing.Table(first).add({**row("flex", "4"), "device": "another card"})
     with pytest.raises(SystemExit):
         paper.main("x")
