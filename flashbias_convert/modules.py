@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,8 +77,8 @@ class ScoreBiasModule(SavedTerms):
         #: which heads this process keeps, and of how many, see `parallel.shard_sites`
         self._own_heads: tuple[tuple[int, ...], int] | None = None
         self._prepared: dict[tuple[str, ...], PreparedBias] = {}
-        #: the tensors that these were made of, and where they are held
-        self._made_of: tuple[tuple[dict[str, Tensor | None], str, Tensor | None], ...] = ()
+        #: the tensors that these were made of
+        self._made_of: tuple[Tensor | None, ...] = ()
         self._made_on: torch.device | None = None
         #: forms that compiled code looks for, by kinds of terms that are left out, and by device
         self._traced: dict[tuple[tuple[str, ...], torch.device], set[Form]] = {}
@@ -157,17 +157,21 @@ class ScoreBiasModule(SavedTerms):
     def _is_of_now(self) -> bool:
         """Whether the tensors are still those that forms were made of.
 
-        accelerate, and `torch.func.functional_call`, put others into the dictionaries of modules.
+        accelerate, `torch.func.functional_call` and the replicas of `nn.DataParallel` put others
+        into the dictionaries of modules.
         """
         if torch.compiler.is_compiling():  # a trace has tensors of its own
             return self._made_on is None or self._made_on == self.layout.device
-        return all(tensors.get(name) is then for tensors, name, then in self._made_of)
+        # a list is made faster than a generator is gone through
+        return not self._prepared or _are(self._held(), self._made_of)
 
-    def _held(self) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor | None]]:
-        for terms in self._modules.values():
-            if isinstance(terms, TermTensors):
-                for name, tensor in terms._buffers.items():
-                    yield terms._buffers, name, tensor
+    def _held(self) -> list[Tensor | None]:
+        return [
+            tensor
+            for terms in self._modules.values()
+            if isinstance(terms, TermTensors)
+            for tensor in terms._buffers.values()
+        ]
 
     def prepare(self) -> None:
         """Prepare everything that calls without terms of their own ask for."""
@@ -327,7 +331,7 @@ class ScoreBiasModule(SavedTerms):
         return f"num_heads={self._spec['num_heads']}, backend={self.backend!r}"
 
 
-def _are(some: tuple[Term, ...], others: tuple[Term, ...]) -> bool:
+def _are(some: Sequence[object], others: Sequence[object]) -> bool:
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
 
 

@@ -195,3 +195,22 @@ def test_a_functional_call_uses_the_terms_that_it_is_given() -> None:
         by_dictionary(model, name, value)
     assert torch.equal(run(model), found)
     assert not torch.allclose(found, kept, atol=1e-3)
+
+
+def test_a_replica_uses_its_own_tensors() -> None:
+    """`nn.DataParallel` makes such copies for each call, and then moves what they hold."""
+    model = make_model()
+    patch(model, method="svd", energy=0.9)
+    site, kept, x = attention(model), run(model), make_input()
+    replicas = {m: m._replicate_for_data_parallel() for m in site.modules()}
+    for module, replica in replicas.items():
+        for name, child in module._modules.items():
+            replica._modules[name] = None if child is None else replicas[child]
+    replica = replicas[site].score_bias
+    before = replica.bias.dense(36, 36)
+    (name,) = (n for n, _ in site.score_bias.named_buffers() if n.endswith("phi_q"))
+    by_dictionary(replica, name, -2 * replica.get_buffer(name))
+    assert torch.allclose(replica.bias.dense(36, 36), -2 * before, atol=1e-5)
+    assert torch.equal(site.score_bias.bias.dense(36, 36), before)
+    with torch.no_grad():
+        assert torch.equal(model(x), kept)
