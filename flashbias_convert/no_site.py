@@ -9,13 +9,13 @@ from collections.abc import Iterable
 from torch import nn
 
 from .errors import NothingToConvertError
-from .recipe import Registry, qualified_name
+from .recipe import Registry, class_of, qualified_name
 from .selection import listed
 
 
 def nothing_found(model: nn.Module, registry: Registry) -> NothingToConvertError:
     """The error, with the classes that have a recipe, those of the model, and where to look."""
-    known = registry.class_names()
+    known = list(dict.fromkeys(map(class_of, registry.class_names())))
     present: dict[str, str] = {}  # class name -> name of the first module of that class
     for name, module in model.named_modules():
         present.setdefault(qualified_name(type(module)), name)
