@@ -31,6 +31,7 @@ def refused(
     impossible: bool = True,
     when: Callable[[Site], bool] = lambda _: True,
     matches: Callable[[nn.Module], bool] = lambda _: True,
+    with_what: str = "",
 ) -> Recipe:
     """A recipe whose sites are listed in every plan, with the reason, and stay as they are.
 
@@ -41,6 +42,7 @@ def refused(
         impossible: the sites are unsupported; otherwise left alone, since nothing would be gained.
         when: whether the reason holds for a site; others add no bias, and are left alone.
         matches: see `Recipe`.
+        with_what: it was tested with; see `About.tested`.
     """
 
     def describe(site: Site) -> NoReturn:
@@ -48,7 +50,8 @@ def refused(
             raise NoBias("it has no relative positions")
         raise (UnsupportedSite if impossible else LeftAlone)(reason)
 
-    about = About(models, refused=f"{'unsupported' if impossible else 'left alone'}: {reason}")
+    said = f"{'unsupported' if impossible else 'left alone'}: {reason}"
+    about = About(models, refused=said, tested=with_what)
     fields: dict[str, Any] = {"name": name, "title": title, "library": library, "tested": tested}
     return Recipe(
         classes=tuple(classes), attention=NeverPatched, describe=describe, about=about,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from .window_attention import usual_index, window_of
 class CosineWindowAttention(SwinV2WindowAttention):
     """`WindowAttention` with `cpb_mlp`: (x, mask). Keys have no bias, and no parameter for one."""
 
-    head_values = ("logit_scale", "q_bias", "v_bias")
+    head_values: ClassVar[tuple[str, ...]] = ("logit_scale", "q_bias", "v_bias")
 
     def flashbias_forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         windows, n, _ = x.shape  # (B * nW, N, C)

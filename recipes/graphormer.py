@@ -21,4 +21,5 @@ recipe = refused(
         "each batch of graphs brings its own bias, a sum of embeddings of path lengths and of the "
         "edges along the paths, which is of full rank and reaches the attention as a dense tensor"
     ),
+    with_what="classes of the same name",
 )

@@ -33,4 +33,5 @@ recipe = refused(
     ),
     when=has_table,
     matches=looks_like_it,
+    with_what="transformers' DiNAT, classes of the same interface",
 )

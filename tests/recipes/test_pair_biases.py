@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -366,6 +367,24 @@ def test_protenix_copies_of_pairs_need_a_word() -> None:
             for _ in range(3):
                 model[0](a, s, z.clone())
         assert (memory.calls, memory.served) == (3, served)
+
+
+# -- files ---------------------------------------------------------------------------------
+
+SAVED = {
+    **{f"triangle of {name}": lambda name=name: triangle(name, False) for name in TRIANGLES},
+    **{f"rows of {name}": lambda name=name: rows(name) for name in ROWS},
+    "boltz 1": lambda: boltz(1, 2),
+    "boltz 2": lambda: boltz(2, 1),
+    "protenix": lambda: protenix(True),
+    "openfold3": lambda: openfold3(True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", SAVED)
+def test_saved_and_loaded(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    parity.check_file(SAVED[name](), tmp_path, dtype)
 
 
 # -- what networks see of a token ----------------------------------------------------------
