@@ -93,8 +93,8 @@ class Run:
             return
         own, wider = map(dtype_name, self._dtypes)
         note = (
-            f"the original itself has NaN or infinity in {own} (output {name}), and none in {wider}: "
-            f"no conversion can be judged in {own}"
+            f"the original itself has NaN or infinity in {own} (output {name}), and none in "
+            f"{wider}: no conversion can be judged in {own}"
         )
         if note not in self.notes:
             self.notes.append(note)
