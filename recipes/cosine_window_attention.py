@@ -152,6 +152,6 @@ recipe = Recipe(
         ),
         truncated="position bias",
         n="window: 64 to 576",
-        tested="classes of the same interface",
+        tested="Microsoft's code, a class of the same interface",
     ),
 )

@@ -40,5 +40,5 @@ recipe = refused(
     ),
     when=adds_a_bias,
     matches=looks_like_it,
-    with_what="a class of the same interface",
+    with_what="the classes of both",
 )
