@@ -4,10 +4,12 @@ A recipe is what we know of one architecture, in one file. The registry is the e
 ``flashbias_convert.recipes``: qualified class name -> recipe. Walking a model imports only the
 recipes of the classes that it meets. A name like ``*.WindowAttention`` stands for classes of that
 name in any module, copies of one idea in many repositories: the recipe's `matches` looks at each.
+Where several ideas go by one name, a word behind a colon tells them apart (``*.Name:word``).
 """
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib.util
 import logging
@@ -161,8 +163,8 @@ class Recipe:
     Attributes:
         name: unique, like "timm_swinv2".
         title: one line for tables: model family and library.
-        classes: qualified names of the attention classes that it converts; ``*.Name`` for classes
-            of that name in any module.
+        classes: qualified names of the attention classes that it converts; ``*.Name`` or
+            ``*.Name:word`` for classes of that name in any module.
         library: name of the distribution that defines them.
         tested: version specifier that the recipe was tested with, like ">=1.0.20,<1.1".
         attention: the class whose `flashbias_forward` replaces the original forward.
@@ -193,7 +195,7 @@ class Recipe:
 
     def knows(self, cls: type) -> bool:
         """Whether `cls` itself, not a base of it, is one of the classes."""
-        return not _names(cls).isdisjoint(self.classes)
+        return not _names(cls).isdisjoint(map(class_of, self.classes))
 
     @property
     def converts(self) -> bool:
@@ -204,6 +206,11 @@ class Recipe:
 def qualified_name(cls: type) -> str:
     """`module.QualName` of a class."""
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def class_of(name: str) -> str:
+    """A name of `Recipe.classes` without the word that tells recipes of one name apart."""
+    return name.partition(":")[0]
 
 
 def _names(cls: type) -> set[str]:
@@ -225,10 +232,14 @@ class Registry:
     _explicit: dict[str, Recipe] = field(init=False)
     _installed: dict[str, EntryPoint] = field(init=False)
     _loaded: dict[str, Recipe | None] = field(init=False, default_factory=dict)
+    _anywhere: dict[str, list[str]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._explicit = {name: r for r in self.recipes for name in r.classes}
         self._installed = {point.name: point for point in entry_points(group=GROUP)}
+        for name in dict.fromkeys((*self._explicit, *sorted(self._installed))):
+            if name.startswith("*."):
+                self._anywhere.setdefault(class_of(name), []).append(name)
 
     def find(self, module: nn.Module) -> Recipe | None:
         """The recipe for `module`'s class or its nearest base class, or None.
@@ -244,9 +255,10 @@ class Registry:
             if recipe is not None:
                 return recipe
         for cls in type(module).__mro__:
-            recipe = self._named(f"*.{cls.__name__}")
-            if recipe is not None and recipe.matches(module):
-                return recipe
+            for name in self._anywhere.get(f"*.{cls.__name__}", ()):
+                recipe = self._named(name)
+                if recipe is not None and recipe.matches(module):
+                    return recipe
         return None
 
     def _named(self, name: str) -> Recipe | None:
@@ -257,8 +269,10 @@ class Registry:
         for recipe in self.all():
             if recipe.name == name:
                 return recipe
-        known = ", ".join(sorted(r.name for r in self.all())) or "none"
-        raise UsageError(f"there is no recipe called {name!r}", f"known recipes: {known}")
+        known = sorted(r.name for r in self.all())
+        near = ", ".join(difflib.get_close_matches(name, known, 5, cutoff=0.0)) or "none"
+        hint = f"`flashbias-convert recipes` lists the {len(known)} that are known; nearest: {near}"
+        raise UsageError(f"there is no recipe called {name!r}", hint)
 
     def all(self) -> list[Recipe]:
         """Every recipe that can be imported, explicit ones first, each once."""

@@ -1,4 +1,4 @@
-"""Attention in convolutional networks of timm, whose bias is made of queries, block by block."""
+"""Halo attention of timm: blocks of queries, each with a halo of keys and a bias of its own."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ from flashbias_convert.refused import refused
 
 recipe = refused(
     name="timm_halo",
-    title="Halo and bottleneck attention (timm)",
-    classes=(
-        "timm.layers.bottleneck_attn.BottleneckAttn",
-        "timm.layers.halo_attn.HaloAttn",
-    ),
+    title="Halo attention (timm)",
+    classes=("timm.layers.halo_attn.HaloAttn",),
     library="timm",
     tested=">=1.0.23,<1.1",
-    models="HaloNet, BoTNet and the networks of timm's `byoanet`",
+    models="HaloNet and other networks of timm's `byoanet` with halo attention",
     reason=(
-        "each call makes its bias of its queries, for rows and columns of relative positions, "
-        "in blocks of a convolutional network: no recipe takes it apart"
+        "it cuts a map into blocks that see a halo of keys around them, zeros beyond the edge "
+        "included, and makes the bias of the queries of each block, usually for 64 queries and "
+        "196 keys: no recipe unfolds keys as it does"
     ),
 )

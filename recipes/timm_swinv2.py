@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ class SwinV2WindowAttention(WindowAttention):
 
     bypassed = ("cpb_mlp", "attn_drop", "softmax")
     head_counts = ("num_heads",)
-    head_values = ("logit_scale", "q_bias", "k_bias", "v_bias")
+    head_values: ClassVar[tuple[str, ...]] = ("logit_scale", "q_bias", "k_bias", "v_bias")
 
     window_size: tuple[int, int]
     pretrained_window_size: tuple[int, int]

@@ -21,7 +21,7 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 
 from flashbias_convert.about import About
-from flashbias_convert.recipe import GROUP, Recipe
+from flashbias_convert.recipe import GROUP, Recipe, class_of
 
 README = Path(__file__).parent.parent / "README.md"
 #: rows of `scripts/bench_models.py`; their models are called by the name of a recipe and a comma
@@ -155,7 +155,7 @@ def _described(recipes: list[Recipe]) -> list[tuple[Recipe, About]]:
 
 def _classes(recipe: Recipe) -> str:
     """Short names, each once."""
-    names = dict.fromkeys(name.rpartition(".")[2] for name in recipe.classes)
+    names = dict.fromkeys(class_of(name).rpartition(".")[2] for name in recipe.classes)
     return ", ".join(f"`{name}`" for name in names)
 
 

@@ -6,6 +6,7 @@ float64 result as it is itself in float32.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ import transformers
 from torch import Tensor, nn
 from torch.export import Dim
 
-from flashbias_convert import patch_model, unpatch_model
+from flashbias_convert import Dense, Lookup, ScoreBias, Term, patch_model, unpatch_model
+from flashbias_convert.attention import flashbias_attention
 from tests.checkpoint.models import images, tiny_model
 
 from .support import assert_parity
@@ -150,6 +152,50 @@ def test_onnx_files_compute_what_the_original_does(name: str, tmp_path: Path) ->
         return torch.from_numpy(session.run(None, fed)[0])
 
     case.check(run)
+
+
+class BroughtAlong(nn.Module):
+    """Attention with a term that each call brings: a dense one, or codes of a table."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.table = kind, nn.Parameter(torch.randn(2, 5))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, brought: Tensor) -> Tensor:
+        bias = ScoreBias((self.term(brought),), 2)
+        out: Tensor = flashbias_attention(q, k, v, bias, scale=0.5, backend="sdpa")
+        return out
+
+    def term(self, brought: Tensor) -> Term:
+        if self.kind == "dense":
+            return Dense(bias=brought)
+        return Lookup(table=self.table, code=brought)
+
+    def plain(self, q: Tensor, k: Tensor, v: Tensor, brought: Tensor) -> Tensor:
+        bias = brought if self.kind == "dense" else self.table[:, brought.long()]
+        return (0.5 * q @ k.mT + bias).softmax(-1) @ v
+
+
+def brought_inputs(kind: str, n: int, m: int) -> tuple[Tensor, ...]:
+    q, (k, v) = torch.randn(1, 2, n, 8), torch.randn(2, 1, 2, m, 8)
+    code = torch.randint(5, (n, m), dtype=torch.uint8)
+    return q, k, v, torch.randn(2, n, m) if kind == "dense" else code
+
+
+@pytest.mark.parametrize("kind", ["dense", "lookup"])
+def test_terms_that_calls_bring_are_exported_for_other_lengths(kind: str) -> None:
+    """The lengths of the example are not those of the program."""
+    torch.manual_seed(0)
+    model, keys = BroughtAlong(kind).eval(), Dim("m", min=2, max=128)
+    last = {0: N, 1: keys} if kind == "lookup" else {1: N, 2: keys}
+    sizes = ({2: N}, {2: keys}, {2: keys}, last)
+    with torch.no_grad():
+        program = torch.export.export(model, brought_inputs(kind, 6, 9), dynamic_shapes=sizes)
+        for n, m in ((6, 9), (11, 4), (3, 17)):
+            inputs = brought_inputs(kind, n, m)
+            wide = (x.double() if x.is_floating_point() else x for x in inputs)
+            truth = BroughtAlong.plain(copy.deepcopy(model).double(), *wide)
+            assert_parity(program.module()(*inputs), model.plain(*inputs), truth)
 
 
 @pytest.mark.parametrize("strict", [False, True])

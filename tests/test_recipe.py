@@ -55,11 +55,28 @@ def test_a_name_in_any_module_is_found_where_it_matches() -> None:
     assert not TOY.knows(Derived) and not wild.knows(nn.Linear)
 
 
-def test_by_name_names_the_known_recipes_when_it_fails() -> None:
+def test_a_word_behind_a_colon_tells_recipes_of_one_name_apart() -> None:
+    by_word = [
+        replace(
+            make_recipe(name=word, classes=(f"*.Derived:{word}",)),
+            matches=lambda module, word=word: hasattr(module, word),
+        )
+        for word in ("one", "other")
+    ]
+    module = Derived()
+    assert Registry(by_word).find(module) is None
+    module.other = True  # type: ignore[assignment]
+    assert Registry(by_word).find(module) is by_word[1]
+    assert by_word[0].knows(Derived) and not by_word[0].knows(BiasedAttention)
+
+
+def test_by_name_names_the_nearest_recipes_when_it_fails() -> None:
     registry = Registry([TOY])
     assert registry.by_name("toy") is TOY
-    with pytest.raises(UsageError, match=r"'tow'.*timm_swinv2.*toy"):
+    with pytest.raises(UsageError, match=r"'tow'.*nearest: toy"):
         registry.by_name("tow")
+    with pytest.raises(UsageError, match=r"nearest: timm_swinv2,"):
+        registry.by_name("timm_swinv3")
 
 
 def test_all_lists_every_recipe_once() -> None:

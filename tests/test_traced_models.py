@@ -118,7 +118,7 @@ def texts(
     return Case(
         lambda: Words(make_model()),
         call(3, 20, 0),
-        (call(3, 20, 7), call(2, 25, 4)),
+        (call(3, 20, 7), call(2, 25, 4), call(2, 11, 3)),
         ({0: BATCH, 1: LENGTH},) * (3 if with_boxes else 2),
         truth,
     )
@@ -157,4 +157,16 @@ def test_an_exported_program_has_open_lengths_and_batches(name: str) -> None:
     with torch.no_grad():
         program = torch.export.export(model, case.example, dynamic_shapes=case.open, strict=False)
     case.check(program.module())
+    case.check(model)
+
+
+@pytest.mark.parametrize("name", [NAMES[0], "t5", "mpnet", "lilt"])
+def test_a_compiled_model_serves_other_masks_lengths_and_batches(name: str) -> None:
+    """Longer ones, shorter ones, and the first again: no terms are those of another length."""
+    case = CASES[name]
+    torch.compiler.reset()
+    model = case.patched()
+    compiled: Any = torch.compile(model, backend="eager")
+    case.check(compiled)
+    case.check(compiled)
     case.check(model)

@@ -28,8 +28,8 @@ class Dense(Term):
         require_shape("bias", self.bias, 3, "(*batch, H, N, M)")
 
     def sizes(self) -> list[tuple[str, int, str]]:
-        n, m = self.bias.shape[-2:]
-        return [("bias", int(n), "queries"), ("bias", int(m), "keys")]
+        n, m = self.bias.shape[-2:]  # not `int` of them: that fixes the sizes of an export
+        return [("bias", n, "queries"), ("bias", m, "keys")]
 
     def dense_term(self, n: int, m: int, query_start: int, dtype: torch.dtype) -> Tensor:
         return self.bias.to(dtype)

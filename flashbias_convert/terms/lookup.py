@@ -40,8 +40,8 @@ class Lookup(Term):
         )
 
     def sizes(self) -> list[tuple[str, int, str]]:
-        n, m = self.code.shape[-2:]
-        return [("code", int(n), "queries"), ("code", int(m), "keys")]
+        n, m = self.code.shape[-2:]  # not `int` of them: that fixes the sizes of an export
+        return [("code", n, "queries"), ("code", m, "keys")]
 
     def dense_term(self, n: int, m: int, query_start: int, dtype: torch.dtype) -> Tensor:
         batch = torch.broadcast_shapes(self.table.shape[:-2], self.code.shape[:-2])

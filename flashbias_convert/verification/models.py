@@ -60,8 +60,8 @@ def verify_model(
         progress: called with the number of samples after each batch.
 
     Raises:
-        UsageError: models that cannot be compared, no inputs, limits that make no sense, or a
-            smallest agreement for a model without logits.
+        UsageError: models that cannot be compared, an original that fails in this dtype itself, no
+            inputs, limits that make no sense, or a smallest agreement for a model without logits.
         StaleTermsError: weights have changed since the conversion.
     """
     started = time.perf_counter()

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import UsageError
+from ..errors import FlashBiasError, UsageError
 from ..inputs import Batch, running
 from ..inputs.batch import Task
 from .difference import Accumulator
 from .outputs import logits_name
+from .placing import dtype_name
 from .recording import Record, run_recorded
 from .result import Comparison, Mode, compare
 from .scores import Agreement, Scores, label_problem, sees_the_future
@@ -59,7 +61,8 @@ class Run:
         with running(self._models["wide"]):
             as_wide = rounded.to(dtype=self._dtypes[1])
             wide = run_recorded(self._models["wide"], as_wide, self._sites)
-        plain = run_recorded(self._models["plain"], rounded, self._sites)
+        with self._blaming_the_original():
+            plain = run_recorded(self._models["plain"], rounded, self._sites)
         converted = run_recorded(self._models["converted"], rounded, self._sites)
         self._add_outputs(plain, converted, wide)
         for name in self._sites:
@@ -68,6 +71,33 @@ class Run:
             self.last_call[name] = max(position, self.last_call.get(name, 0))
         self._add_logits(rounded, plain.outputs, converted.outputs, wide.outputs)
         self.samples += batch.size
+
+    @contextmanager
+    def _blaming_the_original(self) -> Iterator[None]:
+        """Inside, what the original raises is the fault of the dtype: in the wider one it ran."""
+        own, wide = map(dtype_name, self._dtypes)
+        try:
+            yield
+        except (FlashBiasError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # of any library
+            raise UsageError(
+                f"the original itself fails in {own}, and runs in {wide}: "
+                f"{type(error).__name__}: {error}",
+                f"no conversion can be compared with it in {own}; compare in {wide}",
+            ) from error
+
+    def _note_what_the_original_spoils(self, name: str, plain: Tensor, wide: Tensor) -> None:
+        """Say where only the original in the dtype in use has NaN or infinity."""
+        if bool(plain.isfinite().all()) or not bool(wide.isfinite().all()):
+            return
+        own, wider = map(dtype_name, self._dtypes)
+        note = (
+            f"the original itself has NaN or infinity in {own} (output {name}), and none in "
+            f"{wider}: no conversion can be judged in {own}"
+        )
+        if note not in self.notes:
+            self.notes.append(note)
 
     # -- tensors -----------------------------------------------------------------------------
 
@@ -80,6 +110,7 @@ class Run:
                 self._wrong[f"output {name}"] = "the converted model returns " + _shape(found)
                 self._outputs.setdefault(name, Accumulator(self._dtypes[0]))
                 continue
+            self._note_what_the_original_spoils(name, tensor, wide.outputs[name])
             collected = self._outputs.setdefault(name, Accumulator(self._dtypes[0]))
             collected.add(tensor, found, wide.outputs[name])
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashbias_convert import fallback, load_model, patch_model, unpatch_model
+from flashbias_convert import fallback, load_model, patch_model, save_model, unpatch_model
 from flashbias_convert.attention.backends import BackendFallbackWarning
 from flashbias_convert.checkpoint import convert_checkpoint
 from flashbias_convert.options import DecomposeOptions
@@ -216,6 +216,33 @@ def check_folder(case: Case, folder: Path) -> None:
     loaded = load_model(done.output, backend="sdpa")
     case.patched(model)
     assert torch.equal(case.output(loaded), case.output(model))
+
+
+def check_file(case: Case, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Saved as a converted file and loaded, with weights that no fresh model has, it is the same.
+
+    Args:
+        case: the model; `patch` may bring recipes along.
+        folder: for the file.
+        dtype: of the weights, in the file and loaded.
+    """
+    model = case.make().to(dtype)
+    fresh = case.output(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(-0.75)  # exact in every dtype
+    plain = case.output(model)
+    given: dict[str, Any] = {"recipes": case.patch.get("recipes", ())}
+    plan = case.patched(model)
+    out, file = case.output(model), folder / "model.safetensors"
+    save_model(model, file, arch=case.make, plan=plan, **given)
+    loaded = load_model(file, arch=case.make, dtype=dtype, backend="sdpa", **given)
+    assert len(patched_modules(loaded)) == case.counts["patched"]
+    assert next(loaded.parameters()).dtype == dtype
+    assert torch.equal(case.output(loaded), out)
+    assert (out - plain).abs().max() < 0.1 * (out - fresh).abs().max()
+    unpatch_model(loaded)
+    assert torch.equal(case.output(loaded), plain)
 
 
 class NoSquares(TorchDispatchMode):

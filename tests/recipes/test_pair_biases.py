@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ TRIANGLES = {
     "openfold3": "openfold3.core.model.layers.triangular_attention",
 }
 LARGE = {"linear.": 1.0, "0.linear_z": 1.0}
-PATHS = ((torch.float32, "sdpa"), (torch.float32, "eager"), (torch.bfloat16, "sdpa"))
+PATHS = parity.PATHS
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +97,75 @@ def test_triangles_come_and_go(package: str) -> None:
     parity.check_comes_and_goes(triangle(package, True), pickles=False)
     parity.check_follows_weights(triangle(package, False))
     parity.check_training(triangle(package, False))
+
+
+# -- rows of alignments --------------------------------------------------------------------
+
+ROWS = {"openfold": "openfold.model.msa", "openfold3": "openfold3.core.model.layers.msa"}
+
+
+def rows(package: str, masked: bool = True) -> Case:
+    """Two alignments of three sequences each, some of whose residues are padding."""
+
+    def make() -> Any:
+        cls = imported(ROWS[package]).MSARowAttentionWithPairBias
+        return randomised(nn.ModuleList([cls(SINGLE, PAIR, 4, HEADS)]), 0.4, linear_z=1.0)
+
+    def run(model: Any) -> Tensor:
+        m, z = numbers(model, 2, 3, N, SINGLE), numbers(model, 2, N, N, PAIR, seed=2)
+        mask = padding(z)[:, None].repeat(1, 3, 1)
+        mask[:, 1, 2] = 0  # a gap in one sequence
+        out: Tensor = model[0](m, z, mask if masked else None, chunk_size=2)
+        return out
+
+    return Case(make, run, ("0.linear_z.weight",), {"patched": 1})
+
+
+@pytest.mark.parametrize(("dtype", "backend"), PATHS)
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("package", ROWS)
+def test_rows(package: str, masked: bool, dtype: torch.dtype, backend: str) -> None:
+    parity.check_values(rows(package, masked), dtype, backend)
+
+
+@pytest.mark.parametrize("package", ROWS)
+def test_rows_come_and_go(package: str) -> None:
+    parity.check_comes_and_goes(rows(package), pickles=False)
+    parity.check_follows_weights(rows(package))
+    parity.check_training(rows(package))
+
+
+@pytest.mark.parametrize("package", ROWS)
+def test_columns_have_no_bias(package: str) -> None:
+    cls = imported(ROWS[package]).MSAColumnAttention
+    (site,) = inspect_model(cls(SINGLE, 4, HEADS)).sites
+    assert site.status == "left alone" and "without pair bias" in site.reason
+
+
+@pytest.mark.parametrize("package", ROWS)
+def test_rows_without_pairs_go_to_the_original(package: str) -> None:
+    model = rows(package).make()
+    m = numbers(model, 2, 3, N, SINGLE)
+    with torch.no_grad():
+        plain = model[0](m)
+        patch_model(model, backend="sdpa", force_all=True)
+        assert torch.equal(model[0](m), plain)
+
+
+@pytest.mark.parametrize("package", ROWS)
+def test_rows_say_what_they_add_to_their_scores(package: str) -> None:
+    model = rows(package).make()
+    m, z = numbers(model, 2, 3, N, SINGLE), numbers(model, 2, N, N, PAIR, seed=2)
+    recipe = Registry(()).find(model[0])
+    assert recipe is not None and recipe.observe is not None
+    mask = padding(z)[:, None].repeat(1, 3, 1)
+    with torch.no_grad():
+        seen = recipe.observe(model[0], m, z, mask=mask)
+        biases: list[Tensor] = []
+        model[0].mha.forward = lambda **given: biases.extend(given["biases"]) or given["q_x"]
+        model[0](m, z, mask)
+    torch.testing.assert_close(seen.bias, biases[1])
+    assert seen.x_q.shape == (2, 1, N, 2 * PAIR)
 
 
 # -- attention with pair bias of Boltz -----------------------------------------------------
@@ -297,6 +367,24 @@ def test_protenix_copies_of_pairs_need_a_word() -> None:
             for _ in range(3):
                 model[0](a, s, z.clone())
         assert (memory.calls, memory.served) == (3, served)
+
+
+# -- files ---------------------------------------------------------------------------------
+
+SAVED = {
+    **{f"triangle of {name}": lambda name=name: triangle(name, False) for name in TRIANGLES},
+    **{f"rows of {name}": lambda name=name: rows(name) for name in ROWS},
+    "boltz 1": lambda: boltz(1, 2),
+    "boltz 2": lambda: boltz(2, 1),
+    "protenix": lambda: protenix(True),
+    "openfold3": lambda: openfold3(True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", SAVED)
+def test_saved_and_loaded(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    parity.check_file(SAVED[name](), tmp_path, dtype)
 
 
 # -- what networks see of a token ----------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import nn
 from flashbias_convert import inspect_model, patch_model
 from flashbias_convert.checkpoint.convert import require_patched
 from flashbias_convert.errors import NothingToConvertError
+from flashbias_convert.recipe import Registry
 from tests.recipes.model_parity import file_of
 
 timm = pytest.importorskip("timm")
@@ -116,12 +117,63 @@ def cpm_ant() -> nn.Module:
     return model
 
 
-def halo_and_bottleneck() -> nn.Module:
-    from timm.layers.bottleneck_attn import BottleneckAttn
+def halo() -> nn.Module:
     from timm.layers.halo_attn import HaloAttn
 
-    halo = HaloAttn(16, num_heads=2, block_size=4, halo_size=1)
-    return nn.ModuleList([halo, BottleneckAttn(16, feat_size=(4, 4), num_heads=2)])
+    model: nn.Module = HaloAttn(16, num_heads=2, block_size=4, halo_size=1)
+    return model
+
+
+def bottleneck() -> nn.Module:
+    from timm.layers.bottleneck_attn import BottleneckAttn
+
+    model: nn.Module = BottleneckAttn(16, feat_size=(4, 4), num_heads=2)
+    return model
+
+
+def dinat() -> nn.Module:
+    """Without NATTEN, which runs it, it can be made all the same."""
+    config = transformers.DinatConfig()
+    layer: nn.Module = file_of("dinat").NeighborhoodAttention(config, 16, 2, 3, 1)
+    return nn.ModuleList([layer])
+
+
+def stand_in(path: str, **parts: Any) -> nn.Module:
+    """A module of a class that is known by that name, which nobody can install here."""
+    module, _, name = path.rpartition(".")
+    made: nn.Module = type(name, (nn.Module,), {"__module__": module})()
+    for part, value in parts.items():
+        setattr(made, part, value)
+    return made
+
+
+def natten() -> nn.Module:
+    """Modules of NATTEN itself; newer ones have no table."""
+    parts = {"kernel_size": (3, 3), "dilation": (1, 1)}
+    table = nn.Parameter(torch.zeros(2, 5, 5))
+    path = "natten.na2d.NeighborhoodAttention2D"
+    return nn.ModuleDict(
+        {"biased": stand_in(path, rpb=table, **parts), "bare": stand_in(path, rpb=None, **parts)}
+    )
+
+
+def gated(first: bool, gate: bool) -> nn.Module:
+    return stand_in(
+        "backbone.MultiheadAttention", has_relative_attention_bias=first, gru_rel_pos=gate,
+        num_buckets=32, compute_bias=lambda queries, keys: None,
+    )  # fmt: skip
+
+
+def graphormer() -> nn.Module:
+    return nn.ModuleList(
+        [
+            stand_in("graphormer.modules.multihead_attention.MultiheadAttention"),
+            stand_in(
+                "transformers.models.deprecated.graphormer.modeling_graphormer"
+                ".GraphormerMultiheadAttention"
+            ),
+        ]
+    )
 
 
 SECOND = ("Inkling2SlidingAttention", "Inkling2FullAttention")
@@ -148,7 +200,13 @@ CASES: dict[str, tuple[Any, dict[str, int], str]] = {
         {"unsupported": 2}, "profiles of the distance",
     ),
     "CPM-Ant": (cpm_ant, {"unsupported": 2}, "segments of each batch"),
-    "halo and bottleneck": (halo_and_bottleneck, {"unsupported": 2}, "of its queries"),
+    "halo": (halo, {"unsupported": 1}, "halo of keys"),
+    "bottleneck": (bottleneck, {"unsupported": 1}, "channels come first"),
+    "DiNAT": (dinat, {"unsupported": 1}, "around it alone"),
+    "BEATs, first layer": (lambda: gated(True, True), {"unsupported": 1}, "gates it by the tokens"),
+    "WavLM, other layers": (lambda: gated(False, True), {"unsupported": 1}, "gates it"),
+    "BEATs without": (lambda: gated(False, False), {"left alone": 1}, "no relative positions"),
+    "Graphormer": (graphormer, {"unsupported": 2}, "full rank"),
     "rotary Conformer": (lambda: conformer("rotary"), {"left alone": 2}, "no relative positions"),
 }  # fmt: skip
 
@@ -169,6 +227,15 @@ def test_decoders_of_speech_t5_have_no_positions() -> None:
     assert status == {
         "0.attention": "unsupported", "1.self_attn": "left alone", "1.encoder_attn": "left alone"
     }  # fmt: skip
+
+
+def test_neighbourhoods_without_a_table_are_left_alone() -> None:
+    status = {site.name: site.status for site in inspect_model(natten()).sites}
+    assert status == {"biased": "unsupported", "bare": "left alone"}
+
+
+def test_attention_of_torch_is_none_of_those_by_its_name() -> None:
+    assert Registry().find(nn.MultiheadAttention(16, 2)) is None
 
 
 def test_convit_mixes_two_softmaxes() -> None:

@@ -225,6 +225,69 @@ def test_nan_in_both_is_no_agreement() -> None:
     assert not found.passed and "not finite" in found.reasons[0]
 
 
+class Delicate(nn.Module):
+    """Does something to the output of a model in one dtype only."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, change: Any) -> None:
+        super().__init__()
+        self.blocks, self.model = model.blocks, [model]
+        self.dtype, self.change = dtype, change
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.model[0].to(x.dtype)(x)
+        return self.change(out) if x.dtype == self.dtype else out
+
+
+def overflow(x: Tensor) -> Tensor:
+    return x * torch.finfo(x.dtype).max * 4
+
+
+def fail(_: Tensor) -> Tensor:
+    raise RuntimeError('"special_lu" not implemented for this dtype')
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_an_original_that_overflows_in_half_precision_is_told(dtype: torch.dtype) -> None:
+    """It is not the conversion that spoils it, and it does not pass for that."""
+    original, converted, plan = pair(method="exact")
+    name = str(dtype).removeprefix("torch.")
+    models = [Delicate(model, dtype, overflow).eval() for model in (original, converted)]
+    found = verify_model(*models, make_input(), plan=plan, dtype=dtype)
+    assert not found.passed and found.outputs[0].verdict == "not finite"
+    (note,) = found.notes
+    assert f"original itself has NaN or infinity in {name}" in note and "none in float32" in note
+    assert f"judged in {name}" in note
+    assert verify_model(*models, make_input(), plan=plan, dtype=torch.float32).notes == ()
+
+
+def test_a_conversion_that_overflows_alone_is_not_blamed_on_the_original() -> None:
+    original, converted, plan = pair(method="exact")
+    spoiled = Delicate(converted, torch.bfloat16, overflow).eval()
+    found = verify_model(original, spoiled, make_input(), plan=plan, dtype=torch.bfloat16)
+    assert not found.passed and "the converted model" in found.outputs[0].reason
+    assert found.notes == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_an_original_that_fails_in_half_precision_is_told(dtype: torch.dtype) -> None:
+    original, converted, plan = pair(method="exact")
+    name = str(dtype).removeprefix("torch.")
+    delicate = Delicate(original, dtype, fail).eval()
+    said = (
+        rf"original itself fails in {name}, and runs in float32: RuntimeError.*compare in float32"
+    )
+    with pytest.raises(UsageError, match=said):
+        verify_model(delicate, converted, make_input(), plan=plan, dtype=dtype)
+    assert verify_model(delicate, converted, make_input(), plan=plan, dtype=torch.float32).passed
+
+
+def test_a_conversion_that_fails_is_not_blamed_on_the_original() -> None:
+    original, converted, plan = pair(method="exact")
+    failing = Delicate(converted, torch.bfloat16, fail).eval()
+    with pytest.raises(RuntimeError, match="special_lu"):
+        verify_model(original, failing, make_input(), plan=plan, dtype=torch.bfloat16)
+
+
 # -- shapes of inputs and outputs ----------------------------------------------------------
 
 
