@@ -70,8 +70,9 @@ GROUPS = {
         _models("bloom7b-decode", DECODED, 6),
     ],
     "families": [
-        "bench_models.py --models families --variants original-compiled ours-compiled "
-        "--together 14 --resume --output {output}/bench_families.csv",
+        "bench_models.py --models families --variants original-compiled "
+        "original-fused-compiled ours-compiled --together 14 --resume "
+        "--output {output}/bench_families.csv",
     ],
     "profiles": [
         "profile_models.py --models swinv2-b --variants original-compiled ours-compiled "

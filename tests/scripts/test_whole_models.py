@@ -27,9 +27,11 @@ import bench_models  # noqa: E402
 from paper_tables import PaperTable, Published  # noqa: E402
 from turns import BESIDE  # noqa: E402
 from whole_models import (  # noqa: E402
+    families,
     hand,
     language,
     measuring,
+    parts,
     plain,
     running,
     static_bias,
@@ -41,6 +43,7 @@ from whole_models import (  # noqa: E402
 from whole_models.case import (  # noqa: E402
     BY_ROWS,
     FLEX,
+    FUSED,
     NO_BIAS,
     NONE_CUDNN,
     SDPA,
@@ -544,3 +547,30 @@ def test_cases_in_one_process_go_on_where_memory_lacked(
     monkeypatch.delenv(BESIDE)
     bench_models.run([lacks], options, table)
     assert [row["reason"] for row in table.rows] == ["", "out of memory"]
+
+
+def test_timms_switch_is_measured_where_it_changes_something() -> None:
+    """Of the models of timm: which are built otherwise with it."""
+    from timm.layers import set_fused_attn, use_fused_attn
+
+    def fused(case: Any) -> list[bool]:
+        with torch.no_grad():
+            model = case.build(torch.device("cpu"))
+        return [m.fused_attn for m in model.modules() if hasattr(m, "fused_attn")]
+
+    assert use_fused_attn() and not use_fused_attn(experimental=True)
+    for case in families.cases(True).values():
+        if not case.name.startswith("timm_"):
+            continue
+        usual = fused(case)
+        set_fused_attn(experimental=True)
+        try:
+            changed = fused(case) != usual
+        finally:
+            set_fused_attn()
+        assert changed == (FUSED in case.ways), case.name
+
+
+def test_a_switch_that_changes_nothing_is_no_variant() -> None:
+    with pytest.raises(RuntimeError, match="not fused already"):
+        parts.with_fused_attention(torch.nn.Linear(2, 2))
