@@ -41,7 +41,7 @@ from pathlib import Path
 
 import torch
 from failures import lacked_beside_others, no_row
-from whole_models import families, figure, language, plain, vision, weather
+from whole_models import families, figure, language, plain, small_tables, vision, weather
 from whole_models.case import ROOT, Case
 from whole_models.measuring import measure_row
 from whole_models.running import chosen, run_apart
@@ -62,7 +62,7 @@ REFERENCES = (
 
 def all_cases(tiny: bool) -> dict[str, Case]:
     """Every model by its name on the command line."""
-    rooms = (vision, language, plain, weather, families)
+    rooms = (vision, language, plain, weather, small_tables, families)
     return {name: case for room in rooms for name, case in room.cases(tiny).items()}
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flashbias_convert import LowRank
+from flashbias_convert import LowRank, inspect_model
 from tests.support import assert_parity
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -34,6 +34,7 @@ from whole_models import (  # noqa: E402
     parts,
     plain,
     running,
+    small_tables,
     static_bias,
     truth,
     vision,
@@ -574,3 +575,21 @@ def test_timms_switch_is_measured_where_it_changes_something() -> None:
 def test_a_switch_that_changes_nothing_is_no_variant() -> None:
     with pytest.raises(RuntimeError, match="not fused already"):
         parts.with_fused_attention(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("name", ["levit", "efficientformer"])
+def test_small_tables_are_computed_by_the_kernel_though_no_plan_says_so(name: str) -> None:
+    case = small_tables.cases(True)[name]
+    with torch.no_grad():
+        ready = {way: case.prepare(way, CPU, torch.float32) for way in case.ways}
+        plain, *others = (p.model(*p.args, **p.kwargs) for p in ready.values())
+        for other in others:
+            torch.testing.assert_close(other, plain, rtol=1e-4, atol=1e-5)
+        model = ready["exact"].model
+        sites = [m for m in model.modules() if isinstance(m, small_tables.FusedAttention)]
+        assert sites and not inspect_model(case.build(CPU)).patched
+        for site in sites:  # and their bias matters
+            for name, tensor in site.score_bias.named_buffers():
+                if tensor.is_floating_point() and "bound" not in name:
+                    tensor.zero_()
+        assert not torch.allclose(model(*ready["exact"].args), plain, rtol=1e-2)
