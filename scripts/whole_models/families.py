@@ -1,4 +1,7 @@
-"""One real model for every recipe: classes of timm, torchvision and transformers.
+"""One real model for every recipe: classes of timm, torchvision and transformers, and others.
+
+Those of other libraries are there where the library is installed (`foreign`); classes that no
+package offers are written anew (`copies`).
 
 Widths are those of published models, depths are mostly cut, so that compiling does not take all
 the time; names say how many layers there are. Weights are random, and tables of biases large enough

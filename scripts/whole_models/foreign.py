@@ -147,7 +147,7 @@ def _pair_biases(s: Sizes) -> Parts:
 def _windows(s: Sizes) -> Parts:
     dim, heads, grid = (16, 2, (4, 12, 24)) if s.tiny else (192, 6, (8, 48, 96))
     side, features = (64, 12) if s.tiny else (96, 48)
-    window = (2, 6, 12)
+    window, deep = (2, 6, 12), max(2, s.layers)  # every second one is shifted
 
     def pangu() -> nn.Module:
         from flashbias_convert.recipes.physicsnemo_pangu import MODULES
@@ -155,7 +155,7 @@ def _windows(s: Sizes) -> Parts:
         layers = next(m for m in MODULES if importlib.util.find_spec(m.rpartition(".")[0]))
         cls = _imported(layers.replace("attention_layers", "transformer_layers")).Transformer3DBlock
         shifts = ((0, 0, 0), tuple(w // 2 for w in window))
-        blocks = [cls(dim, grid, heads, window, shifts[i % 2]) for i in range(s.layers)]
+        blocks = [cls(dim, grid, heads, window, shifts[i % 2]) for i in range(deep)]
         return nn.Sequential(*blocks)
 
     def unetr() -> nn.Module:
@@ -165,7 +165,7 @@ def _windows(s: Sizes) -> Parts:
 
     tokens = grid[0] * grid[1] * grid[2]
     return {
-        f"physicsnemo_pangu, {s.layers} blocks": (
+        f"physicsnemo_pangu, {deep} blocks": (
             1 if s.tiny else 4, 144, pangu, normal((tokens, dim)),
         ),
         f"monai_swin_unetr, {side} cubed": (
