@@ -76,7 +76,10 @@ def _order(tiny: bool, layers: int) -> nn.Module:
     sizes: dict[str, Any] = {"num_hidden_layers": layers, **(small if tiny else {})}
     config = configuration_pp_doclayout_v2.PPDocLayoutV2ReadingOrderConfig(**sizes)
     model: Any = modeling_pp_doclayout_v2.PPDocLayoutV2ReadingOrder(config)
-    nn.init.normal_(model.encoder.rel_bias_module.pos_proj.weight)  # else there is next to no bias
+    for module in model.modules():  # fresh weights hide what attention adds
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=module.in_features**-0.5)
+    nn.init.normal_(model.encoder.rel_bias_module.pos_proj.weight)
     return Order(model)
 
 

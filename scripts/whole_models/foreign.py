@@ -1,6 +1,8 @@
 """Models of libraries that are no dependencies, where they are installed.
 
-None of them is asked what it needs before its row is measured: a row says what was missing.
+None of them is asked what it needs before its row is measured: a row says what was missing. The
+compiler of torch 2.14 fails on the triangle attention of Boltz and Protenix, of five dimensions,
+where its patterns of attention expect four: measure their "original" in eager mode, too.
 """
 
 from __future__ import annotations

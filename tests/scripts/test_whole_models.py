@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from flashbias_convert import LowRank, inspect_model
+from flashbias_convert.patched_attention import PatchedAttention
 from tests.support import assert_parity
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -27,12 +28,14 @@ import bench_models  # noqa: E402
 from paper_tables import PaperTable, Published  # noqa: E402
 from turns import BESIDE  # noqa: E402
 from whole_models import (  # noqa: E402
+    documents,
     families,
     hand,
     language,
     measuring,
     parts,
     plain,
+    repositories,
     running,
     small_tables,
     static_bias,
@@ -54,6 +57,7 @@ from whole_models.case import (  # noqa: E402
     converted,
 )
 from whole_models.hand import HandAttention  # noqa: E402
+from whole_models.parts import Sizes  # noqa: E402
 
 from .turns_here import in_turns_here  # noqa: E402
 
@@ -593,3 +597,26 @@ def test_small_tables_are_computed_by_the_kernel_though_no_plan_says_so(name: st
                 if tensor.is_floating_point() and "bound" not in name:
                     tensor.zero_()
         assert not torch.allclose(model(*ready["exact"].args), plain, rtol=1e-2)
+
+
+WRITTEN = [*documents.parts(Sizes(tiny=True)), *repositories.parts(Sizes(tiny=True))]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_models_that_are_written_here_are_converted_exactly(name: str) -> None:
+    """Their recipes know them for what they are, all of their sites."""
+    case = families.cases(True)[f"family-{name}"]
+    with torch.no_grad():
+        ready = [case.prepare(way, CPU, torch.float32) for way in ("original", "exact")]
+        plain, exact = (p.model(*p.args, **p.kwargs) for p in ready)
+    torch.testing.assert_close(exact, plain, rtol=1e-5, atol=1e-5 * float(plain.abs().max()))
+    before = len([m for m in ready[0].model.modules() if type(m).__name__ in ATTENTIONS])
+    after = len([m for m in ready[1].model.modules() if isinstance(m, PatchedAttention)])
+    assert after == before > 0
+
+
+ATTENTIONS = {
+    "LayoutLMv2SelfAttention", "PPDocLayoutV2ReadingOrderSelfAttention", "WindowAttention",
+    "Attention", "ALiBiMultiHeadAttention", "JinaBertSelfAttention", "BertUnpadSelfAttention",
+    "OCAB",
+}  # fmt: skip
