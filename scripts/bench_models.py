@@ -8,9 +8,10 @@ way to compute attention ("original", "sdpa", "sdpa-cudnn", "flex", "flex-alibi"
 "-compiled", "-graphs" (CUDA graphs), "-warm" (compiled after a call in eager mode), "-layers"
 (blocks compiled one by one). "sdpa" and "flex" have the bias as a dense matrix, made once; "-cudnn"
 has cuDNN's kernel in the place of the one that torch chooses; "flex-alibi" computes ALiBi inside
-FlexAttention. "ours" is what this package decides, "exact" keeps every bit of the bias; of the
-plain Transformer and of attention alone it keeps factors in half precision, as the others keep the
-matrix. "svd-56" truncates Pangu-Weather's biases as the paper does.
+FlexAttention; "original-fused" is the original with its library's own switch for fused attention,
+where one is off by default. "ours" is what this package decides, "exact" keeps every bit of the
+bias; of the plain Transformer and of attention alone it keeps factors in half precision, as the
+others keep the matrix. "svd-56" truncates Pangu-Weather's biases as the paper does.
 
 Weights are random; position biases are drawn from the trained examples where there are some. Times
 are those of CUDA events around calls, after a write that flushes the cache; "replay_ms" is that of
@@ -41,7 +42,7 @@ from pathlib import Path
 
 import torch
 from failures import lacked_beside_others, no_row
-from whole_models import families, figure, language, plain, vision, weather
+from whole_models import families, figure, language, plain, small_tables, vision, weather
 from whole_models.case import ROOT, Case
 from whole_models.measuring import measure_row
 from whole_models.running import chosen, run_apart
@@ -62,7 +63,7 @@ REFERENCES = (
 
 def all_cases(tiny: bool) -> dict[str, Case]:
     """Every model by its name on the command line."""
-    rooms = (vision, language, plain, weather, families)
+    rooms = (vision, language, plain, weather, small_tables, families)
     return {name: case for room in rooms for name, case in room.cases(tiny).items()}
 
 

@@ -68,10 +68,12 @@ GROUPS = {
         _models("gpt2-prefill-8k", COMPILED),
         _models("swinv2-l", VISION, 9),
         _models("bloom7b-decode", DECODED, 6),
+        _models("levit efficientformer", "original-compiled sdpa-compiled exact-compiled", 6),
     ],
     "families": [
-        "bench_models.py --models families --variants original-compiled ours-compiled "
-        "--together 14 --resume --output {output}/bench_families.csv",
+        "bench_models.py --models families --variants original-compiled "
+        "original-fused-compiled ours-compiled --together 14 --resume "
+        "--output {output}/bench_families.csv",
     ],
     "profiles": [
         "profile_models.py --models swinv2-b --variants original-compiled ours-compiled "

@@ -29,6 +29,8 @@ MEASURED = Path(__file__).parent / "results" / "bench_families.csv"
 NOT_MEASURED = "not measured"
 #: variants that are compared
 ORIGINAL, OURS = "original-compiled", "ours-compiled"
+#: beside the original: what its library computes with a switch that is off by default
+FUSED = "original-fused-compiled"
 #: beside this one where torch fails to compile the original
 EAGER = "original"
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -67,7 +69,9 @@ def measured_gains(path: Path) -> dict[str, str]:
     """What recipes gain, such as "2.1x / 1.8x, H200, bf16": the original's time over ours.
 
     Both compiled, but for originals that torch fails to compile: first recorded as a CUDA graph,
-    what the card takes, then in calls, in which a card may wait for its host.
+    what the card takes, then in calls, in which a card may wait for its host. Of originals with and
+    without a switch for fused attention the faster one counts, for each of the two. Rows that are
+    wrong count for nothing.
 
     Args:
         path: a file of `scripts/bench_models.py`; if there is none, nothing was measured.
@@ -79,7 +83,7 @@ def measured_gains(path: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["median_ms"] and row["device"] != "cpu"]
+        rows = [row for row in csv.DictReader(file) if _counts(row)]
     variants: dict[tuple[str, str, str], dict[str, dict[str, str]]] = {}
     for row in rows:
         where = f"{_card(row['device'])}, {_SHORT.get(row['dtype'], row['dtype'])}"
@@ -87,14 +91,20 @@ def measured_gains(path: Path) -> dict[str, str]:
         variants.setdefault((name, where, row["model"]), {})[row["variant"]] = row
     found: dict[str, dict[str, list[float]]] = {}
     for (name, where, _), by_variant in variants.items():
-        original = by_variant.get(ORIGINAL, by_variant.get(EAGER))
-        if original is not None and OURS in by_variant:
-            where += "" if original["variant"] == ORIGINAL else ", the original in eager mode"
-            ratios = _ratios(original, by_variant[OURS])
+        compiled = [by_variant[name] for name in (ORIGINAL, FUSED) if name in by_variant]
+        originals = compiled or [by_variant[name] for name in (EAGER,) if name in by_variant]
+        if originals and OURS in by_variant:
+            where += "" if compiled else ", the original in eager mode"
+            each = [_ratios(original, by_variant[OURS]) for original in originals]
+            ratios = [min(pair) for pair in zip(*each, strict=True)]
             own = found.setdefault(name, {})
             known = own.get(where, ratios)
             own[where] = [min(pair) for pair in zip(known, ratios, strict=True)]
     return {name: "; ".join(_gain(*one) for one in own.items()) for name, own in found.items()}
+
+
+def _counts(row: dict[str, str]) -> bool:
+    return bool(row["median_ms"]) and row["device"] != "cpu" and row["status"] != "wrong"
 
 
 def _ratios(original: dict[str, str], ours: dict[str, str]) -> list[float]:

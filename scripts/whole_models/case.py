@@ -18,6 +18,8 @@ from flashbias_convert.patching import apply_plan
 ROOT = Path(__file__).resolve().parents[2]
 
 ORIGINAL = "original"
+#: with the library's own switch for fused attention, where that is off and would change something
+FUSED = "original-fused"
 SDPA = "sdpa"
 FLEX = "flex"
 FLEX_ALIBI = "flex-alibi"
@@ -36,6 +38,7 @@ BY_ROWS = "by-rows"
 #: what each way is, in words
 WAYS = {
     ORIGINAL: "original",
+    FUSED: "original, with timm's experimental fused attention",
     SDPA: "by hand, dense bias, SDPA",
     SDPA_CUDNN: "by hand, dense bias, SDPA with cuDNN",
     FLEX: "by hand, dense bias, FlexAttention",

@@ -1,4 +1,7 @@
-"""One real model for every recipe: classes of timm, torchvision and transformers.
+"""One real model for every recipe: classes of timm, torchvision and transformers, and others.
+
+Those of other libraries are there where the library is installed (`foreign`); classes that no
+package offers are written anew (`copies`).
 
 Widths are those of published models, depths are mostly cut, so that compiling does not take all
 the time; names say how many layers there are. Weights are random, and tables of biases large enough
@@ -10,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from . import rarer
+from . import documents, foreign, rarer, repositories
 from .case import Case
 from .given import Inputs, images, pages, pairs, sound, tokens
 from .parts import Parts, Sizes, family, of_timm, of_torchvision, of_transformers
@@ -19,7 +22,9 @@ from .parts import Parts, Sizes, family, of_timm, of_torchvision, of_transformer
 def cases(tiny: bool = False) -> dict[str, Case]:
     """By the names of the command line, all of which begin with "family-"."""
     s = Sizes(tiny)
-    made = {**_timm(s), **_vision(s), **_language(s), **_others(s), **rarer.parts(s)}
+    made = {**_timm(s), **_vision(s), **_language(s), **_others(s)}
+    for room in (rarer, documents, repositories, foreign):
+        made |= room.parts(s)
     found = {name: family(name, *rest, tiny=tiny) for name, rest in made.items()}
     found |= rarer.of_this_package(s)
     return {f"family-{name}": case for name, case in found.items()}
@@ -67,7 +72,19 @@ def _timm(s: Sizes) -> Parts:
             s.few, 1024, of_timm("samvit_base_patch16", **sam), of_size(512),
         ),
         "timm_mvitv2, tiny": (s.many, 3136, of_timm("mvitv2_tiny", **mvit), images(pooled)),
+        "timm_rel_pos, MaxViT tiny 224": (
+            s.many, 49, of_timm("maxvit_tiny_tf_224", **_staged(s)), images(pooled),
+        ),
+        "timm_rel_pos, CoAtNet 1 224": (
+            s.many, 196, of_timm("coatnet_1_rw_224", **_staged(s)), images(pooled),
+        ),
     }  # fmt: skip
+
+
+def _staged(s: Sizes) -> dict[str, Any]:
+    """What MaxViT and CoAtNet take of timm's builder."""
+    small = {"img_size": 64, "embed_dim": (32, 32, 32, 32), "depths": (1, 1, 1, 1)}
+    return {**small, "stem_width": 16} if s.tiny else {}
 
 
 def _vision(s: Sizes) -> Parts:

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from .case import EXACT, ORIGINAL, OURS, Case, converted
+from .case import EXACT, FUSED, ORIGINAL, OURS, Case, converted
 from .given import Inputs
 
 #: parts of the names of parameters that biases are made of; they become normal, variance one
@@ -56,10 +56,29 @@ def of_torchvision(n: int, heads: list[int], dim: int) -> Callable[[], nn.Module
     return make
 
 
+#: recipes whose originals timm's experimental switch changes
+SWITCHED = ("timm_swin",)
+
+
+def with_fused_attention(model: nn.Module) -> nn.Module:
+    """As timm builds it after `set_fused_attn(experimental=True)`, which modules ask once.
+
+    Raises:
+        RuntimeError: no module changes.
+    """
+    off = [m for m in model.modules() if getattr(m, "fused_attn", None) is False]
+    if not off:
+        raise RuntimeError("no attention that is not fused already")
+    for module in off:
+        module.fused_attn = True
+    return model
+
+
 def family(
     name: str, batch: int, n: int, make: Callable[[], nn.Module], given: Inputs, *, tiny: bool
 ) -> Case:
     """A case with the original and both ways to convert; of a tiny one all sites are patched."""
+    switched = (FUSED,) if name.partition(",")[0] in SWITCHED else ()
 
     def build(device: torch.device) -> nn.Module:
         return with_biases(make()).to(device)
@@ -68,9 +87,9 @@ def family(
         return given(count, device, dtype)
 
     def alter(model: nn.Module, way: str) -> nn.Module:
-        return converted(model, way, force=tiny)
+        return with_fused_attention(model) if way == FUSED else converted(model, way, force=tiny)
 
-    return Case(name, batch, n, FAMILY_WAYS, build, inputs, alter, FAMILY_MODES)
+    return Case(name, batch, n, (*FAMILY_WAYS, *switched), build, inputs, alter, FAMILY_MODES)
 
 
 class Sizes:

@@ -12,12 +12,15 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from whole_models import families, writing
+from whole_models import families, foreign, writing
+from whole_models.parts import Sizes
 
 from flashbias_convert.about import About
 from scripts import supported_table
 from tests.toy import make_recipe
 
+#: what they compute is measured of another recipe
+WITHOUT_A_CASE = {"cosine_window_attention", "openfold_msa"}
 TOY = replace(make_recipe(tested=">=1.0,<1.4"), about=About("toys", exact="all of it"))
 
 
@@ -124,6 +127,23 @@ def test_what_torch_fails_to_compile_is_compared_in_eager_mode(tmp_path: Path) -
     assert found == {"a": "3.0x, H200, bf16, the original in eager mode"}
 
 
+def test_the_faster_original_counts(tmp_path: Path) -> None:
+    """One is faster on the card, the other in calls; a wrong one is none."""
+    path = tmp_path / "families.csv"
+    table = writing.Table(path)
+    table.add(row("a, x", "ours-compiled", "2.0") | {"replay_ms": "1.0"})
+    table.add(row("a, x", "original-compiled", "6.0") | {"replay_ms": "5.0"})
+    table.add(row("a, x", "original-fused-compiled", "8.0") | {"replay_ms": "2.0"})
+    table.add(row("b, x", "ours-compiled", "2.0"))
+    table.add(row("b, x", "original-compiled", "6.0"))
+    table.add(row("b, x", "original-fused-compiled", "3.0", status="wrong"))
+    table.add(row("c, x", "ours-compiled", "2.0"))
+    table.add(row("c, x", "original-fused-compiled", "3.0"))
+    found = supported_table.measured_gains(path)
+    where = "H200, bf16"
+    assert found == {"a": f"2.0x / 3.0x, {where}", "b": f"3.0x, {where}", "c": f"1.5x, {where}"}
+
+
 def test_a_new_measurement_makes_the_readme_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,10 +160,19 @@ def test_models_that_are_measured_are_called_by_their_recipes() -> None:
     names = {recipe.name for recipe in supported_table.installed() if recipe.converts}
     measured = {case.name.partition(",")[0] for case in families.cases().values()}
     assert measured <= names
-    # of these the library is not among the dependencies, or there is none
-    others = {name for name in names if name.startswith(("boltz", "protenix", "openfold"))}
-    others |= {"physicsnemo_pangu", "monai_swin_unetr", "jaketae_alibi", "mosaic_bert", "jina_bert"}
-    others |= {"window_attention", "hat_overlap", "sam_attention"}
-    # no model of these is in the benchmark yet
-    others |= {"transformers_pp_doclayout", "transformers_layoutlmv2"}
-    assert names - measured == others
+    # of these the library is not among the dependencies: there is a case where it is installed
+    absent = {name for name in foreign.recipes() if not foreign.available(name)}
+    assert names - measured == absent | WITHOUT_A_CASE
+
+
+def test_libraries_that_are_not_there_leave_no_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    for there in (False, True):
+        monkeypatch.setattr(foreign, "available", lambda _, there=there: there)
+        found = {name.partition(",")[0] for name in foreign.parts(Sizes(tiny=True))}
+        assert found == (foreign.recipes() if there else set())
+
+
+def test_recipes_without_a_case_are_named_in_the_readme() -> None:
+    text = supported_table.README.read_text()
+    after = text[text.index(supported_table.MARKS[1].format("supported")) :]
+    assert all(f"`{name}`" in after for name in foreign.recipes() | WITHOUT_A_CASE)

@@ -17,7 +17,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flashbias_convert import LowRank
+from flashbias_convert import LowRank, inspect_model
+from flashbias_convert.patched_attention import PatchedAttention
 from tests.support import assert_parity
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -27,11 +28,16 @@ import bench_models  # noqa: E402
 from paper_tables import PaperTable, Published  # noqa: E402
 from turns import BESIDE  # noqa: E402
 from whole_models import (  # noqa: E402
+    documents,
+    families,
     hand,
     language,
     measuring,
+    parts,
     plain,
+    repositories,
     running,
+    small_tables,
     static_bias,
     truth,
     vision,
@@ -41,6 +47,7 @@ from whole_models import (  # noqa: E402
 from whole_models.case import (  # noqa: E402
     BY_ROWS,
     FLEX,
+    FUSED,
     NO_BIAS,
     NONE_CUDNN,
     SDPA,
@@ -50,6 +57,7 @@ from whole_models.case import (  # noqa: E402
     converted,
 )
 from whole_models.hand import HandAttention  # noqa: E402
+from whole_models.parts import Sizes  # noqa: E402
 
 from .turns_here import in_turns_here  # noqa: E402
 
@@ -553,3 +561,71 @@ def test_cases_in_one_process_go_on_where_memory_lacked(
     monkeypatch.delenv(BESIDE)
     bench_models.run([lacks], options, table)
     assert [row["reason"] for row in table.rows] == ["", "out of memory"]
+
+
+def test_timms_switch_is_measured_where_it_changes_something() -> None:
+    """Of the models of timm: which are built otherwise with it."""
+    from timm.layers import set_fused_attn, use_fused_attn
+
+    def fused(case: Any) -> list[bool]:
+        with torch.no_grad():
+            model = case.build(torch.device("cpu"))
+        return [m.fused_attn for m in model.modules() if hasattr(m, "fused_attn")]
+
+    assert use_fused_attn() and not use_fused_attn(experimental=True)
+    for case in families.cases(True).values():
+        if not case.name.startswith("timm_"):
+            continue
+        usual = fused(case)
+        set_fused_attn(experimental=True)
+        try:
+            changed = fused(case) != usual
+        finally:
+            set_fused_attn()
+        assert changed == (FUSED in case.ways), case.name
+
+
+def test_a_switch_that_changes_nothing_is_no_variant() -> None:
+    with pytest.raises(RuntimeError, match="not fused already"):
+        parts.with_fused_attention(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("name", ["levit", "efficientformer"])
+def test_small_tables_are_computed_by_the_kernel_though_no_plan_says_so(name: str) -> None:
+    case = small_tables.cases(True)[name]
+    with torch.no_grad():
+        ready = {way: case.prepare(way, CPU, torch.float32) for way in case.ways}
+        plain, *others = (p.model(*p.args, **p.kwargs) for p in ready.values())
+        for other in others:
+            torch.testing.assert_close(other, plain, rtol=1e-4, atol=1e-5)
+        model = ready["exact"].model
+        sites = [m for m in model.modules() if isinstance(m, small_tables.FusedAttention)]
+        assert sites and not inspect_model(case.build(CPU)).patched
+        for site in sites:  # and their bias matters
+            for name, tensor in site.score_bias.named_buffers():
+                if tensor.is_floating_point() and "bound" not in name:
+                    tensor.zero_()
+        assert not torch.allclose(model(*ready["exact"].args), plain, rtol=1e-2)
+
+
+WRITTEN = [*documents.parts(Sizes(tiny=True)), *repositories.parts(Sizes(tiny=True))]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_models_that_are_written_here_are_converted_exactly(name: str) -> None:
+    """Their recipes know them for what they are, all of their sites."""
+    case = families.cases(True)[f"family-{name}"]
+    with torch.no_grad():
+        ready = [case.prepare(way, CPU, torch.float32) for way in ("original", "exact")]
+        plain, exact = (p.model(*p.args, **p.kwargs) for p in ready)
+    torch.testing.assert_close(exact, plain, rtol=1e-5, atol=1e-5 * float(plain.abs().max()))
+    before = len([m for m in ready[0].model.modules() if type(m).__name__ in ATTENTIONS])
+    after = len([m for m in ready[1].model.modules() if isinstance(m, PatchedAttention)])
+    assert after == before > 0
+
+
+ATTENTIONS = {
+    "LayoutLMv2SelfAttention", "PPDocLayoutV2ReadingOrderSelfAttention", "WindowAttention",
+    "Attention", "ALiBiMultiHeadAttention", "JinaBertSelfAttention", "BertUnpadSelfAttention",
+    "OCAB",
+}  # fmt: skip
