@@ -30,6 +30,9 @@ OTHER_INDEX = "an overlapping block of HAT is handed another index than the usua
 class OverlappingAttention(PatchedAttention):
     """`OCAB`, a whole block: (x, x_size, rpi)."""
 
+    #: whether a call had another index than the usual one, see `is_usual`
+    met_another_index: bool = False
+
     bypassed = ("softmax",)
 
     num_heads: int

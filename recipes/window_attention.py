@@ -27,6 +27,9 @@ from flashbias_convert.trial import require_result
 class TableWindowAttention(PatchedAttention):
     """`WindowAttention`: (x, mask), or (x, index, mask) where the network keeps one index."""
 
+    #: whether a call had another index than the usual one, see `is_usual`
+    met_another_index: bool = False
+
     bypassed = ("attn_drop", "softmax")
 
     num_heads: int
@@ -56,6 +59,10 @@ class TableWindowAttention(PatchedAttention):
 
 #: how forwards that are handed an index call it
 INDEX_NAMES = ("rpi", "relative_position_index")
+COMPILED_FOR_THE_USUAL = (
+    "the index of relative positions is another one than this was compiled for; call it once "
+    "before it is compiled"
+)
 
 
 def window_of(module: Any) -> tuple[int, ...]:
@@ -74,18 +81,32 @@ def usual_index(window: tuple[int, ...]) -> Tensor:
     return total
 
 
-def is_usual(module: nn.Module, handed: Tensor, right: Callable[[], Tensor] | None = None) -> bool:
+def is_usual(module: Any, handed: Tensor, right: Callable[[], Tensor] | None = None) -> bool:
     """Whether an index that came with a call is the usual one; looks once for each tensor.
+
+    A graph cannot wait for what a look finds: compiled code compares in each call, without waiting,
+    and fails with another index, unless a call in eager mode had one before it was compiled.
 
     Args:
         module: the attention module, which remembers.
         handed: the index, of any shape.
         right: makes the usual one; default that of a window, see `usual_index`.
     """
+
+    def wanted() -> Tensor:
+        made = usual_index(window_of(module)) if right is None else right()
+        return made.flatten().to(handed.device)
+
+    if torch.compiler.is_compiling():
+        usual = wanted()
+        if module.met_another_index or handed.numel() != usual.numel():
+            return False
+        torch._assert_async((handed.flatten() == usual).all(), COMPILED_FOR_THE_USUAL)
+        return True
     seen = (id(handed), handed.data_ptr(), -1 if handed.is_inference() else handed._version)
     if seen != module.__dict__.get("_usual_index"):
-        wanted = usual_index(window_of(module)) if right is None else right()
-        if not torch.equal(handed.flatten(), wanted.flatten().to(handed.device)):
+        if not torch.equal(handed.flatten(), wanted()):
+            module.met_another_index = True
             return False
         module.__dict__["_usual_index"] = seen
     return True

@@ -139,3 +139,20 @@ def test_a_table_of_another_size_is_nobodys() -> None:
     module = OCAB()
     module.overlap_win_size = 7
     assert Registry().find(module) is None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_network_with_one_index_is_compiled_whole() -> None:
+    model, x = HALF.model(), HALF.inputs()
+    HALF.patch(model)
+    expected = HALF.output(model, x)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(HALF.output(compiled, x), expected, atol=1e-6)
+    model.rpi.copy_(model.rpi.flip(0))
+    with pytest.raises(RuntimeError, match="is another one than this was compiled for"):
+        HALF.output(compiled, x)
+    wanted = HALF.output(model, x)  # which the modules remember
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    assert torch.allclose(HALF.output(compiled, x), wanted, atol=1e-6)

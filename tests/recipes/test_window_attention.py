@@ -170,3 +170,20 @@ def test_windows_of_another_size_run_the_original() -> None:
     SWIN.patch(model)
     with pytest.raises(RuntimeError), torch.no_grad():
         model.attn[0](torch.randn(1, 7, 16))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_network_with_one_index_is_compiled_whole() -> None:
+    model, x = HAT.model(), HAT.inputs()
+    HAT.patch(model)
+    expected = HAT.output(model, x)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(HAT.output(compiled, x), expected, atol=1e-6)
+    model.index.copy_(model.index.flip(0))
+    with pytest.raises(RuntimeError, match="is another one than this was compiled for"):
+        HAT.output(compiled, x)
+    wanted = HAT.output(model, x)  # which the modules remember
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    assert torch.allclose(HAT.output(compiled, x), wanted, atol=1e-6)
