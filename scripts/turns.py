@@ -101,9 +101,8 @@ def _sharing_cores(jobs: int, folder: Path) -> Iterator[None]:
 
 @dataclass
 class _Waiting:
-    """A call, and the process that is to have a turn."""
+    """A process that is to have a turn."""
 
-    arguments: tuple[Any, ...]
     process: Any
     ready: Any
     turn: Any
@@ -163,7 +162,7 @@ def _start(job: Callable[..., None], arguments: tuple[Any, ...]) -> _Waiting:
     ready, turn = context.Event(), context.Event()
     process = context.Process(target=_run, args=(job, arguments, ready, turn))
     process.start()
-    return _Waiting(arguments, process, ready, turn)
+    return _Waiting(process, ready, turn)
 
 
 def _next(waiting: dict[int, _Waiting], timed: bool) -> list[int]:

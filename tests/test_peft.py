@@ -41,14 +41,28 @@ def outputs(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         return on, run(model, inputs)
 
 
-@pytest.mark.parametrize(("make", "sites"), [(swin, 2), (t5, 1), (bloom, 1)])
-def test_adapters_on_off_and_merged(make: Callable[[], Made], sites: int) -> None:
-    model, inputs = wrapped(make())
+@torch.no_grad()
+def draw_copies(model: nn.Module, ending: str = "") -> None:
+    """Numbers for the modules that are trained as a whole, which begin as those of the model."""
+    for name, parameter in model.named_parameters():
+        if "modules_to_save" in name and name.endswith(ending):
+            parameter.normal_(0.0, 2.0)
+
+
+def check_both(model: Any, inputs: dict[str, Any], sites: int) -> tuple[Tensor, Tensor]:
+    """Patched, a model says what it said with its adapters and without; returns that."""
     before = outputs(model, inputs)
     assert (before[0] - before[1]).abs().max() > 1e-3
     patched(model, sites)
     for found, right in zip(outputs(model, inputs), before, strict=True):
         torch.testing.assert_close(found, right, **AS_TERMS)
+    return before
+
+
+@pytest.mark.parametrize(("make", "sites"), [(swin, 2), (t5, 1), (bloom, 1)])
+def test_adapters_on_off_and_merged(make: Callable[[], Made], sites: int) -> None:
+    model, inputs = wrapped(make())
+    before = check_both(model, inputs, sites)
     merged = copy.deepcopy(model).merge_and_unload()
     assert len(patched_modules(merged)) == sites
     torch.testing.assert_close(run(merged, inputs), before[0], **AS_TERMS)
@@ -73,15 +87,8 @@ def test_attention_that_is_trained_as_a_whole_has_a_bias_of_its_own() -> None:
     model, inputs, _ = swin()
     settings = peft.LoraConfig(target_modules=["fc1"], modules_to_save=["attn"])
     model = peft.get_peft_model(model, settings).double().eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "modules_to_save" in name and name.endswith("relative_position_bias_table"):
-                parameter.normal_(0.0, 2.0)
-    before = outputs(model, inputs)
-    assert (before[0] - before[1]).abs().max() > 1e-3
-    patched(model, 4)
-    for found, right in zip(outputs(model, inputs), before, strict=True):
-        torch.testing.assert_close(found, right, **AS_TERMS)
+    draw_copies(model, "relative_position_bias_table")
+    check_both(model, inputs, 4)
 
 
 TABLE = "relative_attention_bias"
@@ -91,15 +98,8 @@ TABLE = "relative_attention_bias"
 def test_a_table_that_is_trained_is_followed_in_each_call(config: dict[str, Any]) -> None:
     """T5 makes its bias anew: that of the copy, or with the adapter, while adapters are on."""
     model, inputs = wrapped(t5(), **config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "modules_to_save" in name:
-                parameter.normal_(0.0, 2.0)
-    before = outputs(model, inputs)
-    assert (before[0] - before[1]).abs().max() > 1e-3
-    patched(model, 1)
-    for found, right in zip(outputs(model, inputs), before, strict=True):
-        torch.testing.assert_close(found, right, **AS_TERMS)
+    draw_copies(model)
+    check_both(model, inputs, 1)
 
 
 @pytest.mark.parametrize(

@@ -304,6 +304,26 @@ def check_compiled(case: Case) -> None:
         assert torch.equal(case.output(compiled, x), expected)
 
 
+def check_handed_index(case: Case, name: str) -> None:
+    """A network whose layers are handed its buffer `name`: compiled whole, for that index alone.
+
+    One that a call in eager mode had before is remembered: compiled code runs the original then.
+    """
+    model, x = case.model(), case.inputs()
+    case.patch(model)
+    expected, handed = case.output(model, x), model.get_buffer(name)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(case.output(compiled, x), expected, atol=1e-6)
+    handed.copy_(handed.flip(0))
+    with pytest.raises(RuntimeError, match="is another one than this was compiled for"):
+        case.output(compiled, x)
+    wanted = case.output(model, x)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    assert torch.allclose(case.output(compiled, x), wanted, atol=1e-6)
+
+
 ONCE = (
     check_float16,
     check_truncated,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from flashbias_convert import fallback, inspect_model
 from flashbias_convert.attention.backends import BackendFallbackWarning
 from flashbias_convert.recipe import Registry
-from tests.recipes.parity import CHECKS, ONCE, Case, check_compiled, original, randomise
+from tests.recipes.parity import CHECKS, ONCE, Case, check_handed_index, original, randomise
 from tests.support import assert_parity
 
 SIDE, DIM, HEADS = 4, 12, 2
@@ -88,7 +88,7 @@ def test_parity(case: Case, check: Callable[[Case], None]) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("check", [c for c in ONCE if c is not check_compiled])
+@pytest.mark.parametrize("check", ONCE)
 def test_changes(check: Callable[[Case], None]) -> None:
     check(HALF)
 
@@ -143,16 +143,4 @@ def test_a_table_of_another_size_is_nobodys() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_network_with_one_index_is_compiled_whole() -> None:
-    model, x = HALF.model(), HALF.inputs()
-    HALF.patch(model)
-    expected = HALF.output(model, x)
-    torch.compiler.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert torch.allclose(HALF.output(compiled, x), expected, atol=1e-6)
-    model.rpi.copy_(model.rpi.flip(0))
-    with pytest.raises(RuntimeError, match="is another one than this was compiled for"):
-        HALF.output(compiled, x)
-    wanted = HALF.output(model, x)  # which the modules remember
-    torch.compiler.reset()
-    compiled = torch.compile(model, backend="aot_eager")
-    assert torch.allclose(HALF.output(compiled, x), wanted, atol=1e-6)
+    check_handed_index(HALF, "rpi")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flashbias_convert import inspect_model, patch_model
 from flashbias_convert.recipe import Registry
 from flashbias_convert.recipes.window_attention import usual_index
-from tests.recipes.parity import CHECKS, ONCE, Case, check_compiled, original, randomise
+from tests.recipes.parity import CHECKS, ONCE, Case, check_handed_index, original, randomise
 from tests.support import assert_parity
 
 
@@ -100,7 +100,7 @@ def test_parity(case: Case, check: Callable[[Case], None]) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("check", [c for c in ONCE if c is not check_compiled])
+@pytest.mark.parametrize("check", ONCE)
 def test_changes(check: Callable[[Case], None]) -> None:
     check(SWIN)
 
@@ -174,16 +174,4 @@ def test_windows_of_another_size_run_the_original() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_network_with_one_index_is_compiled_whole() -> None:
-    model, x = HAT.model(), HAT.inputs()
-    HAT.patch(model)
-    expected = HAT.output(model, x)
-    torch.compiler.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert torch.allclose(HAT.output(compiled, x), expected, atol=1e-6)
-    model.index.copy_(model.index.flip(0))
-    with pytest.raises(RuntimeError, match="is another one than this was compiled for"):
-        HAT.output(compiled, x)
-    wanted = HAT.output(model, x)  # which the modules remember
-    torch.compiler.reset()
-    compiled = torch.compile(model, backend="aot_eager")
-    assert torch.allclose(HAT.output(compiled, x), wanted, atol=1e-6)
+    check_handed_index(HAT, "index")
