@@ -84,7 +84,7 @@ def test_parity(case: Case, check: Callable[[Case], None]) -> None:
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[4], CASES[6], TINY], ids=str)
-@pytest.mark.parametrize("check", [c for c in ONCE if c is not check_compiled])
+@pytest.mark.parametrize("check", ONCE)
 def test_changes(case: Case, check: Callable[[Case], None]) -> None:
     check(case)
 

@@ -74,7 +74,7 @@ def test_parity(case: Case, check: Callable[[Case], None]) -> None:
 
 
 @pytest.mark.parametrize("case", [CR, GC], ids=str)
-@pytest.mark.parametrize("check", [c for c in ONCE if c is not check_compiled])
+@pytest.mark.parametrize("check", ONCE)
 def test_changes(case: Case, check: Callable[[Case], None]) -> None:
     check(case)
 

@@ -30,7 +30,7 @@ def make_maxvit() -> nn.Module:
 MAXVIT = Case("MaxViT", make_maxvit, sites=4)
 
 
-@pytest.mark.parametrize("check", [*CHECKS, *(c for c in ONCE if c is not check_compiled)])
+@pytest.mark.parametrize("check", [*CHECKS, *ONCE])
 def test_maxvit(check: Callable[[Case], None]) -> None:
     check(MAXVIT)
 

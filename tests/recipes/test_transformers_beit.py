@@ -14,7 +14,7 @@ from flashbias_convert.attention.backends import BackendFallbackWarning
 from flashbias_convert.built_terms import cls_window_table
 from flashbias_convert.fallback import _warn as say_original
 from flashbias_convert.recipes.transformers_beit import resized
-from tests.recipes.parity import CHECKS, ONCE, Case, check_compiled, original
+from tests.recipes.parity import CHECKS, ONCE, Case, original
 from tests.support import assert_parity
 
 transformers = pytest.importorskip("transformers")
@@ -67,7 +67,7 @@ def test_parity(case: Case, check: Callable[[Case], None]) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("check", [c for c in ONCE if c is not check_compiled])
+@pytest.mark.parametrize("check", ONCE)
 def test_changes(check: Callable[[Case], None]) -> None:
     check(OWN)
 

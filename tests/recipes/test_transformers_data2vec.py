@@ -14,7 +14,7 @@ from flashbias_convert import fallback, load_model, patch_model
 from flashbias_convert.attention.backends import BackendFallbackWarning
 from flashbias_convert.checkpoint import convert_checkpoint
 from flashbias_convert.options import DecomposeOptions
-from tests.recipes.parity import CHECKS, ONCE, Case, check_compiled
+from tests.recipes.parity import CHECKS, ONCE, Case
 
 transformers = pytest.importorskip("transformers")
 
@@ -59,7 +59,7 @@ def test_parity(case: Case, check: Callable[[Case], None]) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("check", [c for c in ONCE if c is not check_compiled])
+@pytest.mark.parametrize("check", ONCE)
 def test_changes(check: Callable[[Case], None]) -> None:
     check(EAGER)
 

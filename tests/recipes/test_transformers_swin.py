@@ -15,7 +15,7 @@ from flashbias_convert import inspect_model, patch_model, unpatch_model
 from flashbias_convert.attention.backends import BackendFallbackWarning
 from flashbias_convert.fallback import _warn as say_original
 from flashbias_convert.swap import patched_modules
-from tests.recipes.parity import CHECKS, ONCE, Case, check_bfloat16, check_compiled, check_training
+from tests.recipes.parity import CHECKS, ONCE, Case, check_bfloat16, check_training
 from tests.support import assert_parity
 
 transformers = pytest.importorskip("transformers")
@@ -126,7 +126,7 @@ def require_bfloat16(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [SWIN, SWINV2, DONUT], ids=str)
-@pytest.mark.parametrize("check", [c for c in ONCE if c is not check_compiled])
+@pytest.mark.parametrize("check", ONCE)
 def test_changes(case: Case, check: Callable[[Case], None]) -> None:
     check(case)
 
