@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Any
 
+from .direct_launch import DirectLaunch, direct
 from .launch_plan import MAX_PLANS
 from .tuning import LaunchSettings
 
-_COMPILED: dict[Hashable, Any] = {}
+_COMPILED: dict[Hashable, DirectLaunch | None] = {}
 
 
 def run_kernel(
@@ -45,8 +46,8 @@ def run_kernel(
     compiled = _COMPILED.get(key)
     if compiled is not None:
         names = kernel.arg_names[len(arguments) :]
-        compiled[programs, 1, 1](*arguments, *[constants[name] for name in names])
+        compiled(programs, (*arguments, *[constants[name] for name in names]))
         return
     if len(_COMPILED) >= MAX_PLANS:
         _COMPILED.clear()
-    _COMPILED[key] = kernel[(programs,)](*arguments, **constants, **options)
+    _COMPILED[key] = direct(kernel[(programs,)](*arguments, **constants, **options))

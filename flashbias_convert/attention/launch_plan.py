@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .descriptors import TileDescriptor
+from .direct_launch import DirectLaunch, direct
 from .strides import VECTOR_BYTES
 
 #: How many plans to keep of a kind; a model has a few dozen.
@@ -52,12 +53,12 @@ class LaunchPlan:
         self._values = list(arguments.values())
         self._tensors = [place[name] for name in tensors]
         self._numbers = [place[name] for name in numbers]
-        self._grid = (grid, 1, 1)
+        self._programs = grid
         flag, rows = whole_rows or ("", ())
         self._flag, self._rows = place.get(flag), [place[name] for name in rows]
         self._tiles = None if tiles is None else (place[tiles[0]], place[tiles[1]], tiles[2])
-        #: the compiled kernel, by which tensors are aligned
-        self._compiled: dict[int, Any] = {}
+        #: by which tensors are aligned
+        self._compiled: dict[int, DirectLaunch | None] = {}
 
     def run(
         self, device: torch.device, tensors: Iterable[Tensor], numbers: Sequence[float] = ()
@@ -79,11 +80,12 @@ class LaunchPlan:
         compiled = self._compiled.get(aligned)
         if compiled is not None:
             # everything that Triton specialises on is in the plan, so its checks can be skipped
-            compiled[self._grid](*values)
+            compiled(self._programs, values)
             return
         if self._flag is not None and any(values[i].data_ptr() % VECTOR_BYTES for i in self._rows):
             values[self._flag] = False
-        self._compiled[aligned] = self._kernel[self._grid[:1]](*values, **self._options)
+        made = self._kernel[(self._programs,)](*values, **self._options)
+        self._compiled[aligned] = direct(made)
 
 
 def layout_of(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
