@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tests.support import assert_parity
+from tests.support import Float64Throughout, assert_parity
 
 
 @pytest.fixture
@@ -43,3 +43,20 @@ def test_refuses_values_that_are_not_finite(truth: torch.Tensor, bad: float, whe
 def test_refuses_a_shape_that_would_broadcast(truth: torch.Tensor) -> None:
     with pytest.raises(AssertionError, match="shapes"):
         assert_parity(truth.float(), truth.float(), truth[None].expand(2, -1))
+
+
+def test_a_truth_is_not_rounded_on_its_way(truth: torch.Tensor) -> None:
+    scores = 300 + truth
+    exact = torch.softmax(scores, -1)
+
+    def through_float32() -> list[torch.Tensor]:
+        return [
+            torch.softmax(scores.float(), -1).double(),
+            torch.nn.functional.softmax(scores, dim=-1, dtype=torch.float32).double(),
+            scores.softmax(-1, dtype=torch.float32).double(),
+        ]
+
+    assert not any(torch.equal(found, exact) for found in through_float32())
+    with Float64Throughout():
+        assert all(torch.equal(found, exact) for found in through_float32())
+        assert truth.half().float().dtype == torch.float32  # of others it is none of its business

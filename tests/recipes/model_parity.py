@@ -24,7 +24,7 @@ from flashbias_convert.checkpoint import convert_checkpoint
 from flashbias_convert.options import DecomposeOptions
 from flashbias_convert.plan import Plan
 from flashbias_convert.swap import patched_modules
-from tests.support import assert_parity
+from tests.support import Float64Throughout, assert_parity
 
 #: dtypes and backends that a recipe is tried with
 PATHS = (
@@ -65,6 +65,11 @@ class Case:
         with torch.no_grad():
             return self.run(model)
 
+    def truth(self, model: nn.Module) -> Tensor:
+        """What it computes in float64 from the same weights."""
+        with Float64Throughout():
+            return self.output(copy.deepcopy(model).double())
+
 
 def file_of(family: str) -> Any:
     """The file of transformers with the models of a family; skips where this version has none."""
@@ -94,7 +99,7 @@ def randomised(model: Any, std: float = 0.15, **large: float) -> Any:
 def compare(case: Case, dtype: torch.dtype, backend: str = "sdpa") -> tuple[Any, Tensor, Tensor]:
     """Patched equals original within rounding; the model, what the original computes, the truth."""
     model = case.make().to(dtype)
-    plain, truth = case.output(model), case.output(copy.deepcopy(model).double())
+    plain, truth = case.output(model), case.truth(model)
     case.patched(model, backend)
     assert_parity(case.output(model), plain, truth)
     return model, plain, truth
@@ -173,7 +178,7 @@ def check_follows_weights(case: Case) -> None:
         for name, parameter in other.named_parameters():
             if name.endswith(case.bias):
                 parameter.mul_(-0.7)
-    plain, truth = case.output(other), case.output(copy.deepcopy(other).double())
+    plain, truth = case.output(other), case.truth(other)
     case.patched(model)
     before = case.output(model)
     model.load_state_dict(other.state_dict(), strict=False)

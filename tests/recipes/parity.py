@@ -23,7 +23,7 @@ from flashbias_convert.errors import StaleTermsError
 from flashbias_convert.swap import patched_modules
 from flashbias_convert.terms import ScoreBias
 from tests.adapters import add_adapters
-from tests.support import assert_parity
+from tests.support import Float64Throughout, assert_parity
 
 #: parameters that make nothing but biases of scores; zeros in them leave no bias
 BIASES = re.compile(
@@ -85,7 +85,8 @@ class Case:
         wide = original(model).double()
         wide.train()  # TinyViT of older versions of timm keeps a bias of the old dtype until then
         wide.eval()
-        return self.output(wide, x.double())
+        with Float64Throughout():
+            return self.output(wide, x.double())
 
     def patch(self, model: nn.Module, **options: Any) -> Plan:
         settings = {"method": "exact", "backend": "sdpa", "force_all": True}

@@ -196,25 +196,7 @@ BOLTZ = [(1, 1), (1, 3), (2, 1), (2, 3)]
 @pytest.mark.parametrize(("version", "samples"), BOLTZ)
 def test_boltz(version: int, samples: int, dtype: torch.dtype, backend: str) -> None:
     case = boltz(version, samples)
-    # the original takes the scores of a double model in fp32, which is no truth
-    with exact_scores():
-        parity.check_values(case, dtype, backend)
-
-
-class exact_scores:
-    """Inside, `float()` leaves double tensors as they are."""
-
-    def __enter__(self) -> None:
-        self.patch = pytest.MonkeyPatch()
-        narrow = Tensor.float
-
-        def widest(tensor: Tensor) -> Tensor:
-            return tensor if tensor.dtype == torch.float64 else narrow(tensor)
-
-        self.patch.setattr(Tensor, "float", widest)
-
-    def __exit__(self, *_: object) -> None:
-        self.patch.undo()
+    parity.check_values(case, dtype, backend)
 
 
 def test_boltz_comes_and_goes() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flashbias_convert import patch_model
+from tests.support import Float64Throughout
 
 HEADS = 6
 SIZES: dict[str, Any] = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -87,7 +88,7 @@ def logits(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
 
 
 def true_logits(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-    """What the original computes in float64, with a bias that is not rounded to float32.
+    """What the original computes in float64, with scores and bias that are not rounded to float32.
 
     Row by row and without the padding: in float64 padding makes the originals give NaN. Zeros
     stand where tokens are padding.
@@ -98,7 +99,9 @@ def true_logits(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
     real = torch.ones_like(ids) if mask is None else mask
     out = torch.zeros(*ids.shape, 97, dtype=torch.float64)
     for i, kept in enumerate(real.bool()):
-        out[i, kept] = logits(wide, ids[i : i + 1, kept], attention_mask=real[i : i + 1, kept])[0]
+        with Float64Throughout():
+            row = logits(wide, ids[i : i + 1, kept], attention_mask=real[i : i + 1, kept])
+        out[i, kept] = row[0]
     return out
 
 
