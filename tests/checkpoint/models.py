@@ -73,9 +73,9 @@ def write_tiny_folder(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     return folder
 
 
-def images() -> Tensor:
+def images(batch: int = 2) -> Tensor:
     """A batch for `tiny_model`."""
-    return torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    return torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
 
 class TiedToy(nn.Module):

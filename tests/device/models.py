@@ -49,7 +49,7 @@ def padded(side: str = "right") -> dict[str, Tensor]:
 
 CASES = {
     "toy": Case(make_model, make_input, (TOY,), make_model),
-    "swin": Case(tiny_model, images, (), Architecture("timm", NAME, ARGS)),
+    "swin": Case(tiny_model, lambda: images(16), (), Architecture("timm", NAME, ARGS)),
     "bloom": Case(lambda: make("bloom"), padded),
     "gpt2": Case(lambda: make("gpt2"), padded),
     "t5": Case(

@@ -91,7 +91,7 @@ class Blocks(nn.Module):
 
 
 def case(name: str, window: tuple[int, int], **options: Any) -> Case:
-    size = (4, math.prod(window), 16)
+    size = (12, math.prod(window), 16)
     return Case(name, lambda: Blocks(window, **options), size, sites=2, masked=True)
 
 

@@ -69,7 +69,7 @@ class Stage(nn.Module):
 
 
 def case(name: str, window: tuple[int, ...], n: int) -> Case:
-    return Case(name, lambda: Stage(window), (4, n, DIM), sites=2, masked=True)
+    return Case(name, lambda: Stage(window), (12, n, DIM), sites=2, masked=True)
 
 
 FULL = case("full windows", (2, 3, 4), 24)
