@@ -7,9 +7,6 @@ not pay.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -25,11 +22,12 @@ from .head_tables import select
 from .loss import measure, row_center
 from .pair_forms import affordable_rank
 from .robust_svd import check_bias
+from .subspace import leading
 from .svd import TruncatedSVD, assemble
 from .truncations import Truncation
 
-#: columns beyond those wanted, and passes over the matrix, of the randomised SVD
-OVERSAMPLING, PASSES = 8, 2
+#: columns beyond those wanted of the randomised SVD
+OVERSAMPLING = 8
 
 
 @torch.no_grad()
@@ -104,29 +102,16 @@ def _truncated(bias: Tensor, energy: float, rank: int | None, columns: int) -> T
     """Balanced factors, each head at its rank, or at all columns where they do not suffice."""
     wide = bias if bias.dtype == torch.float64 else bias.float()
     matrix = row_center(wide).reshape(-1, *bias.shape[-3:])  # (B, H, N, M)
-    size = min(columns + OVERSAMPLING, *matrix.shape[-2:])
-    with _own_random_numbers(matrix.device):
-        u, values, v = torch.svd_lowrank(matrix, q=size, niter=PASSES)
-    kept = values.double().square().cumsum(-1)
-    total = matrix.double().square().sum((-2, -1))
+    found = leading(matrix, min(columns + OVERSAMPLING, *matrix.shape[-2:]))
+    kept, total = found.values.square().cumsum(-1), found.total
     rest = (total - kept[..., -1]).clamp(min=0).sqrt()  # what no column holds, as one value more
-    known = torch.cat([values.double(), rest[..., None]], -1).sort(-1, descending=True).values
+    known = torch.cat([found.values, rest[..., None]], -1).sort(-1, descending=True).values
     needed = [columns] * matrix.shape[1]
     if rank is None:
         wanted = rank_for_energy(known, energy).amax(0)
         needed = [min(int(r), columns) for r in wanted]
-    root = values[..., :columns].sqrt().unsqueeze(-2)
-    sides = ((u[..., :columns] * root).float(), (v[..., :columns] * root).float())
+    sides = found.factors(columns)
     pieces = [(sides[0][:, h], sides[1][:, h]) for h in range(len(needed))]
     lost = [(total[:, h] - kept[:, h, r - 1]).clamp(min=0) for h, r in enumerate(needed)]
     rms = (torch.stack(lost, -1) / (matrix.shape[-2] * matrix.shape[-1])).sqrt()
-    return assemble(pieces, needed, rms, bias.shape[:-3])
-
-
-@contextlib.contextmanager
-def _own_random_numbers(device: torch.device) -> Iterator[None]:
-    """Seeded draws that leave the generators of the caller as they were."""
-    cards = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cards):
-        torch.manual_seed(0)
-        yield
+    return assemble(pieces, needed, rms.to(bias.device), bias.shape[:-3])
