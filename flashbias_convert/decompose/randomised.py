@@ -13,21 +13,24 @@ from torch import Tensor
 from ..errors import UsageError
 from ..options import DecomposeOptions
 from ..terms import LowRank, ScoreBias
-from .candidates import NO_TERM, exact_candidates
+from .candidates import NO_TERM, Candidate, exact_candidates
 from .choose import pick, terms_of
+from .costs import affordable_rank
 from .decision import Decomposition
 from .energy import rank_for_energy
 from .exact import is_row_constant
 from .head_tables import select
 from .loss import measure, row_center
-from .pair_forms import affordable_rank
 from .robust_svd import check_bias
+from .serving import Serving, Site
 from .subspace import leading
 from .svd import TruncatedSVD, assemble
 from .truncations import Truncation
 
 #: columns beyond those wanted of the randomised SVD
 OVERSAMPLING = 8
+#: the candidate of each head, and why
+Picked = dict[int, tuple[Candidate, str]]
 
 
 @torch.no_grad()
@@ -39,6 +42,7 @@ def decompose_quickly(
     max_attention_error: float = 0.25,
     name: str = "",
     head_dim: int | None = None,
+    serving: Serving | None = None,
 ) -> Decomposition:
     """Factors for the heads where they cost less than the bias itself, which the others keep.
 
@@ -52,6 +56,10 @@ def decompose_quickly(
         max_attention_error: see `DecomposeOptions`.
         name: the site, for messages.
         head_dim: size of a head, on which costs depend; None if it is not known.
+        serving: the calls that the terms are for. What they save must be more than it takes to make
+            the factors (`factor_times`), or all heads keep the bias: the SVD is left out where no
+            rank can pay, and in vain where ranks turn out too high in too many heads. None counts
+            the kernels alone.
 
     Returns:
         Terms, and a decision per head. Ranks whose factors cost no less than a dense bias
@@ -71,8 +79,14 @@ def decompose_quickly(
     count, (n, m) = bias.shape[-3], bias.shape[-2:]
     constant = is_row_constant(bias).reshape(-1, count).all(0).tolist()
     heads = [h for h in range(count) if not constant[h]]
-    picked = dict.fromkeys(range(count), (NO_TERM, NO_TERM.why))
-    columns = min(n, m, rank or affordable_rank(n, m, head_dim))
+    picked: Picked = dict.fromkeys(range(count), (NO_TERM, NO_TERM.why))
+    site, against = None, ""
+    columns = rank or affordable_rank(n, m, head_dim)
+    if serving is not None and heads and options.energy < 1.0:
+        site = Site(bias[..., 0, 0].numel() // count, len(heads), n, m, head_dim, serving)
+        columns = site.paying_rank(rank)
+        against = "" if columns else site.reason_against(rank)
+    columns = min(n, m, columns)
     truncations = []
     if heads and columns and options.energy < 1.0:
         some = select(bias, heads)
@@ -81,10 +95,33 @@ def decompose_quickly(
     found = truncations[0].candidates(n, m, head_dim) if truncations else {}
     for head in heads:
         low_rank = [found[head]] if head in found else []
-        picked[head] = pick(exact_candidates(bias, head, [], head_dim), low_rank, options)
+        best, why = pick(exact_candidates(bias, head, [], head_dim), low_rank, options)
+        picked[head] = best, "; ".join(filter(None, [why, against]))
+    in_vain = False
+    if site is not None and truncations:
+        in_vain = _keep_what_pays(picked, site, columns)
     terms = terms_of(bias, {h: c.term for h, (c, _) in picked.items()}, [], truncations)
     decisions = tuple(c.decision(h, reason) for h, (c, reason) in picked.items())
-    return Decomposition(ScoreBias(terms, count), decisions)
+    return Decomposition(ScoreBias(terms, count), decisions, in_vain=in_vain)
+
+
+def _keep_what_pays(picked: Picked, site: Site, columns: int) -> bool:
+    """Give the bias back to heads whose factors do not pay together; whether that is so.
+
+    The time is spent already, and yet exact terms are what a caller gets who saves nothing in all.
+    """
+    taken = {h: c for h, (c, _) in picked.items() if c.term == "low_rank"}
+    dense = site.dense_ps()
+    saved = sum(site.saved_ms(dense - c.cost) for c in taken.values())
+    spent = site.spent_ms(columns)
+    if saved > spent:
+        return False
+    what = f"factors of {len(taken)} of {site.heads} heads"
+    for head, candidate in taken.items():
+        exact = Candidate("dense", dense, "the bias itself is exact")
+        why = f"{exact.why}, {dense:.3g} ps per score; {candidate.label()}: {candidate.cost:.3g} ps"
+        picked[head] = exact, f"{why}; {site.balance(what, saved, spent)}"
+    return True
 
 
 @torch.no_grad()
