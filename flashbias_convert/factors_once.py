@@ -9,11 +9,8 @@ from torch import nn
 
 from .errors import UsageError
 from .pair_attention import PairAttention
-from .pair_memory import PairMemory
+from .pair_memory import DENOISING_STEPS, PairMemory
 from .selection import Choice
-
-#: calls for one structure where nobody says how many: the usual number in AlphaFold 3
-DENOISING_STEPS = 200
 
 
 @contextlib.contextmanager

@@ -16,6 +16,9 @@ from .decompose.randomised import decompose_quickly
 from .decompose.serving import Serving
 from .terms import Dense, ScoreBias
 
+#: calls for one structure where nobody says how many: the usual number in AlphaFold 3
+DENOISING_STEPS = 200
+
 
 class Seen:
     """Tells a tensor from others without keeping it alive.
@@ -69,7 +72,7 @@ class PairMemory:
     rank: int | None = None
     max_attention_error: float = 0.25
     unchanged: bool = False
-    steps: int = 200
+    steps: int = DENOISING_STEPS
     decisions: tuple[HeadDecision, ...] = ()
     calls: int = 0
     served: int = 0

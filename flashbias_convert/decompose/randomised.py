@@ -80,15 +80,15 @@ def decompose_quickly(
     constant = is_row_constant(bias).reshape(-1, count).all(0).tolist()
     heads = [h for h in range(count) if not constant[h]]
     picked: Picked = dict.fromkeys(range(count), (NO_TERM, NO_TERM.why))
-    site, against = None, ""
-    columns = rank or affordable_rank(n, m, head_dim)
-    if serving is not None and heads and options.energy < 1.0:
-        site = Site(bias[..., 0, 0].numel() // count, len(heads), n, m, head_dim, serving)
-        columns = site.paying_rank(rank)
-        against = "" if columns else site.reason_against(rank)
-    columns = min(n, m, columns)
-    truncations = []
-    if heads and columns and options.energy < 1.0:
+    site, against, columns = None, "", 0
+    if heads and options.energy < 1.0:
+        columns = rank or affordable_rank(n, m, head_dim)
+        if serving is not None:
+            site = Site(bias[..., 0, 0].numel() // count, len(heads), n, m, head_dim, serving)
+            columns = site.paying_rank(rank)
+            against = "" if columns else site.reason_against(rank)
+    columns, truncations = min(n, m, columns), []
+    if columns:
         some = select(bias, heads)
         svd = _truncated(some, energy, rank, columns)
         truncations.append(Truncation(heads, svd, measure(some, svd.term)))
@@ -97,31 +97,29 @@ def decompose_quickly(
         low_rank = [found[head]] if head in found else []
         best, why = pick(exact_candidates(bias, head, [], head_dim), low_rank, options)
         picked[head] = best, "; ".join(filter(None, [why, against]))
-    in_vain = False
-    if site is not None and truncations:
-        in_vain = _keep_what_pays(picked, site, columns)
+    in_vain = site is not None and columns > 0 and not _pays(picked, site, columns)
     terms = terms_of(bias, {h: c.term for h, (c, _) in picked.items()}, [], truncations)
     decisions = tuple(c.decision(h, reason) for h, (c, reason) in picked.items())
     return Decomposition(ScoreBias(terms, count), decisions, in_vain=in_vain)
 
 
-def _keep_what_pays(picked: Picked, site: Site, columns: int) -> bool:
-    """Give the bias back to heads whose factors do not pay together; whether that is so.
+def _pays(picked: Picked, site: Site, columns: int) -> bool:
+    """Whether the factors of all heads pay together; if not, these heads get the bias itself.
 
-    The time is spent already, and yet exact terms are what a caller gets who saves nothing in all.
+    The time is spent already, and yet nothing is approximated that saves nothing in all.
     """
     taken = {h: c for h, (c, _) in picked.items() if c.term == "low_rank"}
     dense = site.dense_ps()
     saved = sum(site.saved_ms(dense - c.cost) for c in taken.values())
     spent = site.spent_ms(columns)
     if saved > spent:
-        return False
+        return True
     what = f"factors of {len(taken)} of {site.heads} heads"
     for head, candidate in taken.items():
         exact = Candidate("dense", dense, "the bias itself is exact")
         why = f"{exact.why}, {dense:.3g} ps per score; {candidate.label()}: {candidate.cost:.3g} ps"
         picked[head] = exact, f"{why}; {site.balance(what, saved, spent)}"
-    return True
+    return False
 
 
 @torch.no_grad()

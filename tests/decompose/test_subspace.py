@@ -91,7 +91,20 @@ def test_columns_come_out_orthonormal() -> None:
     assert (torch.linalg.svdvals(both)[..., 8:] < 1e-6).all()  # of the same span
 
 
-def test_matrices_of_zeros_have_factors_of_zeros() -> None:
+def test_columns_that_squares_do_not_resolve_are_zero() -> None:
+    """Balanced, they would be tiny in one factor and as large as you like in the other."""
+    turn, total = torch.eye(2).double()[None, None], torch.ones(1, 1).double()
+    left, right = turn.clone(), torch.tensor([[1.0, 0.0], [0.0, 1e-8]]).double()[None, None]
+    for value, zero in ((1e-20, True), (1e-6, False)):
+        values = torch.tensor([[[1.0, value]]]).double()
+        phi_q, phi_k = Leading(left, right, turn, values, total).factors(2)
+        assert (phi_q[..., 1].any(), phi_k[..., 1].any()) == (not zero, not zero)
+        assert phi_k.abs().max() == 1 == phi_q.abs().max()
+
+
+def test_matrices_of_zeros_have_factors_of_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a detour of all the others."""
+    monkeypatch.setattr(subspace, "_one_by_one", lambda *_: pytest.fail("they went one by one"))
     matrix = torch.zeros(2, 1, 40, 50)
     matrix[1] = matrices(SPECTRA["geometric"], 40, 50, torch.float32)[0, :1]
     found = leading(matrix, SIZE)
