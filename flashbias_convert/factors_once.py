@@ -30,10 +30,10 @@ def factors_once(
     In the diffusion of AlphaFold 3 the pair representation of a structure is the same at all
     denoising steps, and so is every layer's bias. When a site sees the same tensor a second time,
     its bias is kept and not projected again, or replaced by factors of one randomised SVD where
-    they pay: where what the kernel saves in all steps is more than the time of the SVD, both as
-    measured on this class of card (`decompose.factor_times`, `decompose.costs`). Elsewhere, on
-    cards that were not measured, and for heads that would lose too much, the bias stays as it is;
-    decisions say why, with the numbers. Where no rank can pay no SVD is made; where one was made
+    they pay: where what the kernel saves in all steps, by its costs on Hopper (`decompose.costs`),
+    is more than the time of the SVD as measured on this class of card (`decompose.factor_times`).
+    Elsewhere, on cards whose SVDs were not measured, and for heads that would lose too much, the
+    bias stays as it is; decisions say why, with the numbers. Where no rank can pay no SVD is made; where one was made
     in vain, the site makes no more of them for structures of that size or smaller.
     A tensor that was written to, or another one, starts anew, and so do other weights. Under
     ``torch.inference_mode`` tensors do not count their writes: do not change one in place there.
