@@ -33,8 +33,9 @@ def factors_once(
     they pay: where what the kernel saves in all steps, by its costs on Hopper (`decompose.costs`),
     is more than the time of the SVD as measured on this class of card (`decompose.factor_times`).
     Elsewhere, on cards whose SVDs were not measured, and for heads that would lose too much, the
-    bias stays as it is; decisions say why, with the numbers. Where no rank can pay no SVD is made; where one was made
-    in vain, the site makes no more of them for structures of that size or smaller.
+    bias stays as it is; decisions say why, with the numbers. Where no rank can pay no SVD is
+    made; where one was made in vain, the site makes no more of them for structures of that size or
+    smaller.
     A tensor that was written to, or another one, starts anew, and so do other weights. Under
     ``torch.inference_mode`` tensors do not count their writes: do not change one in place there.
 
