@@ -9,7 +9,7 @@ from torch import nn
 
 from .errors import UsageError
 from .pair_attention import PairAttention
-from .pair_memory import PairMemory
+from .pair_memory import DENOISING_STEPS, PairMemory
 from .selection import Choice
 
 
@@ -23,13 +23,19 @@ def factors_once(
     include: Iterable[str] = (),
     exclude: Iterable[str] = (),
     unchanged: bool = False,
+    steps: int | None = None,
 ) -> Iterator[tuple[PairMemory, ...]]:
     """Inside, sites keep what they made of a pair representation that comes again.
 
     In the diffusion of AlphaFold 3 the pair representation of a structure is the same at all
     denoising steps, and so is every layer's bias. When a site sees the same tensor a second time,
-    its bias goes through one randomised SVD; later calls use the factors, or, for heads where
-    factors cost more than they save or lose too much, the dense bias, without projecting it again.
+    its bias is kept and not projected again, or replaced by factors of one randomised SVD where
+    they pay: where what the kernel saves in all steps, by its costs on Hopper (`decompose.costs`),
+    is more than the time of the SVD as measured on this class of card (`decompose.factor_times`).
+    Elsewhere, on cards whose SVDs were not measured, and for heads that would lose too much, the
+    bias stays as it is; decisions say why, with the numbers. Where no rank can pay no SVD is
+    made; where one was made in vain, the site makes no more of them for structures of that size or
+    smaller.
     A tensor that was written to, or another one, starts anew, and so do other weights. Under
     ``torch.inference_mode`` tensors do not count their writes: do not change one in place there.
 
@@ -39,18 +45,25 @@ def factors_once(
         model: patched. Compiled calls, and calls that need gradients of the pair representation,
             use the bias as it is; so do sites with fitted factor networks.
         energy: share of the squared singular values of the row-centred bias to keep.
-        rank: this rank for every head instead, where it costs less than a dense bias.
+        rank: this rank for every head instead, where it costs less than a dense bias, the time of
+            its SVD included.
         max_attention_error: see `DecomposeOptions`; not for `rank`.
         include, exclude: see `inspect_model`.
         unchanged: vouch that each chosen site sees one pair representation only, although every
             call brings a copy of it (Protenix casts it at each step). Needs `include`.
+        steps: how often each site is called for one structure, which factors have to pay in;
+            None means 200, the denoising steps of AlphaFold 3.
 
     Yields:
         The memory of each site, with its decisions and how many calls it has served.
 
     Raises:
-        UsageError: no patched site has such a bias, or `unchanged` without `include`.
+        UsageError: no patched site has such a bias, `unchanged` without `include`, or `steps` that
+            are no number of calls.
     """
+    steps = DENOISING_STEPS if steps is None else steps
+    if type(steps) is not int or steps < 1:
+        raise UsageError(f"steps must be a positive integer, got {steps!r}")
     include = [include] if isinstance(include, str) else list(include)
     if unchanged and not include:
         raise UsageError(
@@ -67,7 +80,8 @@ def factors_once(
             "no patched site has a bias of a pair representation", "call patch_model first"
         )
     memories = {
-        name: PairMemory(name, energy, rank, max_attention_error, unchanged) for name in chosen
+        name: PairMemory(name, energy, rank, max_attention_error, unchanged, steps)
+        for name in chosen
     }
     before = {name: module.score_bias.pair_memory for name, module in chosen.items()}
     for name, module in chosen.items():

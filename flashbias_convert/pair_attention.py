@@ -8,6 +8,7 @@ once, see `factors_once`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -94,8 +95,8 @@ class PairAttention(PatchedAttention):
             return self.score_bias(call.q, call.k, call.v, built=built, **kwargs)
         memory = self.score_bias.pair_memory
         if memory is not None and memory.serves(call.source):
-            size = call.q.shape[-1]
-            prepared = memory.prepared(call.source, self.bias_weights(), call.bias, size)
+            size, rows = call.q.shape[-1], math.prod(call.q.shape[:-3])
+            prepared = memory.prepared(call.source, self.bias_weights(), call.bias, size, rows)
             backend = self.score_bias.backend
             return flashbias_attention(call.q, call.k, call.v, prepared, backend=backend, **kwargs)
         built = {"dense": {"bias": call.bias()}}

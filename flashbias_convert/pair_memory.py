@@ -10,9 +10,14 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .attention import PreparedBias
+from .attention.training_costs import card_class
 from .decompose.decision import HeadDecision
 from .decompose.randomised import decompose_quickly
+from .decompose.serving import Serving
 from .terms import Dense, ScoreBias
+
+#: calls for one structure where nobody says how many: the usual number in AlphaFold 3
+DENOISING_STEPS = 200
 
 
 class Seen:
@@ -56,6 +61,7 @@ class PairMemory:
         unchanged: the caller vouches that the representation stays the same, although each call
             may bring a copy of it; else a tensor is the same if it is the same object, or another
             view of its memory, and nobody has written to it.
+        steps: calls that each structure is expected to bring.
         decisions: one per head, from when the terms were made; empty before.
         calls: how many calls came.
         served: how many of them found their terms made.
@@ -66,11 +72,14 @@ class PairMemory:
     rank: int | None = None
     max_attention_error: float = 0.25
     unchanged: bool = False
+    steps: int = DENOISING_STEPS
     decisions: tuple[HeadDecision, ...] = ()
     calls: int = 0
     served: int = 0
     _seen: tuple[Seen, ...] = ()
     _prepared: PreparedBias | None = field(default=None, repr=False)
+    #: scores of a head in the largest calls whose factors were made and did not pay
+    _in_vain: int = 0
 
     def serves(self, source: Tensor) -> bool:
         """Whether a call may use what is remembered: not while it is traced or differentiated."""
@@ -84,6 +93,7 @@ class PairMemory:
         weights: tuple[Tensor, ...],
         make: Callable[[], Tensor],
         head_dim: int | None = None,
+        rows: int = 1,
     ) -> PreparedBias:
         """The terms for a call.
 
@@ -95,6 +105,7 @@ class PairMemory:
             weights: what projects it.
             make: makes the bias, (*batch, H, N, M).
             head_dim: size of a head, on which costs depend.
+            rows: entries of the batch that attend in this call, and, as is assumed, in later ones.
         """
         self.calls += 1
         tensors = (source, *weights)
@@ -109,14 +120,18 @@ class PairMemory:
         if not same and not self.unchanged:
             bias = make()
             return PreparedBias(ScoreBias((Dense(bias=bias),), bias.shape[-3]), once=True)
-        self._prepared = self._terms(make(), head_dim)
+        self._prepared = self._terms(make(), head_dim, rows)
         return self._prepared
 
     def forget(self) -> None:
         """Let go of the tensors; decisions and counts stay."""
         self._seen, self._prepared = (), None
 
-    def _terms(self, bias: Tensor, head_dim: int | None) -> PreparedBias:
+    def _terms(self, bias: Tensor, head_dim: int | None, rows: int) -> PreparedBias:
+        scores = rows * bias.shape[-2] * bias.shape[-1]
+        # the first call went by before it was known that there would be more
+        calls = self.steps if self.unchanged else self.steps - 1
+        serving = Serving(calls, rows, card_class(bias.device), scores <= self._in_vain)
         made = decompose_quickly(
             bias,
             energy=self.energy,
@@ -124,6 +139,9 @@ class PairMemory:
             max_attention_error=self.max_attention_error,
             name=self.name,
             head_dim=head_dim,
+            serving=serving,
         )
+        if made.in_vain:
+            self._in_vain = scores
         self.decisions = made.decisions
         return PreparedBias(made.bias)

@@ -98,6 +98,7 @@ GROUPS = {
         "tune_parts.py --biases none alibi --resume --output {output}/tune_parts.csv",
     ],
     "costs": [
+        "measure_factor_times.py --resume --output {output}/factor_times.csv",
         "measure_costs.py --resume --output {output}/cost_table.csv",
         "measure_training_costs.py --stop-s 1000 --resume --output {output}/training_costs.csv",
         "check_choice.py --resume --output {output}/check_choice.csv",

@@ -8,6 +8,7 @@ converted site is compared with. Kernels are compiled in parallel processes firs
 that the choice of terms counts with, `flashbias_convert/decompose/cost_table.csv`, row by row;
 --resume keeps the rows of other classes of cards, and does not measure again those of this card and
 these versions. Rows of its class from other cards or versions are replaced one by one.
+`measure_factor_times.py` measures how long factors take to make.
 """
 
 from __future__ import annotations

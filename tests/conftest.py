@@ -29,3 +29,9 @@ def _logging_as_before() -> Iterator[None]:
     yield
     logger.handlers[:], logger.propagate = handlers, propagate
     logger.setLevel(level)
+
+
+@pytest.fixture
+def free_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Factors made once pay in the smallest of models: it takes no time to make them."""
+    monkeypatch.setattr("flashbias_convert.decompose.serving.factors_ms", lambda *_: 0.0)

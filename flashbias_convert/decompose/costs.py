@@ -1,7 +1,8 @@
 """What attention with a term costs per score, from measurements in `cost_table.csv`.
 
 `scripts/measure_costs.py` makes the table: forward calls in bf16 with about as many scores at every
-length. All numbers of the choice of terms live there and here, and nowhere else.
+length. All numbers of the choice of terms live there and here, and nowhere else; `factor_times` has
+those of how long factors take to make.
 """
 
 from __future__ import annotations
@@ -110,6 +111,22 @@ def added_cost(kind: str, n: int, m: int, rank: int = 0, head_dim: int | None = 
     if kind not in FORMS:
         raise ValueError(f"no cost is known for a term of kind {kind!r}")
     return _added(FORMS[kind], n, m, head_dim)
+
+
+def affordable_rank(n: int, m: int, head_dim: int | None = None) -> int:
+    """The largest rank whose factors cost less than a dense bias over n queries and m keys.
+
+    Ranks go as far as the smaller of the two, padded. 0 means that no factors cost less.
+
+    Args:
+        n: number of queries.
+        m: number of keys.
+        head_dim: size of a head; None if it is not known.
+    """
+    dense = added_cost("dense", n, m, head_dim=head_dim)
+    most = rank_bucket(max(min(n, m), SMALLEST_BUCKET))
+    ranks = (rank for rank in BUCKETS if rank <= most)
+    return max((r for r in ranks if added_cost("low_rank", n, m, r, head_dim) < dense), default=0)
 
 
 def _columns(bucket: int, n: int, m: int, head_dim: int | None) -> float:

@@ -54,8 +54,10 @@ class Decomposition:
         bias: the terms, without masks.
         decisions: one per head, in order.
         left_alone: why the site would gain nothing, or None if it should be converted.
+        in_vain: factors were made that nothing uses, as they do not pay.
     """
 
     bias: ScoreBias
     decisions: tuple[HeadDecision, ...]
     left_alone: str | None = None
+    in_vain: bool = False

@@ -1,8 +1,8 @@
 """The forms that a bias can take which is made anew in each call, and where each of them pays.
 
 As it is, it is exact. Factors, made once for many calls or by fitted networks in each, cost a
-kernel less up to some rank, which depends on how long the sequence is. All costs are those of
-`costs.added_cost`; what it takes to make a bias or its factors is not among them.
+kernel less up to some rank, which depends on how long the sequence is. Costs are those of
+`costs.added_cost`; those of factors made once are also told as the calls that pay for their SVD.
 """
 
 from __future__ import annotations
@@ -10,27 +10,11 @@ from __future__ import annotations
 from typing import TypedDict
 
 from . import costs
+from .costs import affordable_rank
+from .serving import calls_to_pay
 
 #: sequences that a plan tells of, beside the length that it is made for
 LENGTHS = (256, 512, 1024, 2048, 4096)
-
-
-def affordable_rank(n: int, m: int, head_dim: int | None = None) -> int:
-    """The largest rank whose factors cost less than a dense bias over n queries and m keys.
-
-    Ranks go as far as the smaller of the two, padded. 0 means that no factors cost less.
-
-    Args:
-        n: number of queries.
-        m: number of keys.
-        head_dim: size of a head; None if it is not known.
-    """
-    dense = costs.added_cost("dense", n, m, head_dim=head_dim)
-    most = costs.rank_bucket(max(min(n, m), costs.SMALLEST_BUCKET))
-    ranks = (rank for rank in costs.BUCKETS if rank <= most)
-    return max(
-        (r for r in ranks if costs.added_cost("low_rank", n, m, r, head_dim) < dense), default=0
-    )
 
 
 class PairForm(TypedDict):
@@ -66,11 +50,12 @@ def forms(n: int, m: int, head_dim: int | None = None) -> tuple[PairForm, ...]:
     )
 
 
-def forms_in_words(n: int, m: int, head_dim: int | None = None) -> str:
+def forms_in_words(n: int, m: int, head_dim: int | None = None, heads: int | None = None) -> str:
     """What a plan says about a bias that is served as it is: why, and up to which rank factors pay.
 
     Args:
         n, m, head_dim: see `affordable_rank`.
+        heads: how many; None if it is not known, and then nothing is said of what an SVD takes.
     """
     cost = costs.added_cost("dense", n, m, head_dim=head_dim)
     own = affordable_rank(n, m, head_dim)
@@ -79,7 +64,18 @@ def forms_in_words(n: int, m: int, head_dim: int | None = None) -> str:
     here = f"exact, {cost:.3g} ps per score at {n} tokens; factors cost less {_rank(own)}"
     if not own and not any(ranks.values()):
         return f"{here}, at no length"
-    return f"{here} ({others}): once per structure (factors_once), or fitted (fit)"
+    once = f"once per structure (factors_once{_paying(n, m, head_dim, heads)})"
+    return f"{here} ({others}): {once}, or fitted (fit)"
+
+
+def _paying(n: int, m: int, head_dim: int | None, heads: int | None) -> str:
+    """From how many calls on the SVD of factors made once has paid, as a clause."""
+    found = None if heads is None else calls_to_pay(heads, n, m, head_dim)
+    if found is None:
+        return ""
+    rank, calls = found
+    about = round(calls, min(0, 2 - len(str(calls))))  # no more digits than the estimate has
+    return f": at {n} tokens its SVD pays from about {about:,} calls x batch on, at rank {rank}"
 
 
 def networks_in_words(n: int, m: int, rank: int, head_dim: int | None = None) -> str | None:

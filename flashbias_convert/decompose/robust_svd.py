@@ -36,7 +36,7 @@ def check_bias(bias: Tensor, name: str = "") -> None:
         )
     flat = bias.reshape(-1, *bias.shape[-2:])
     parts = chunks(len(flat), flat[0].numel(), bias.device)
-    bad = sum(int((~flat[part].isfinite()).sum()) for part in parts)
+    bad = int(sum((~flat[part].isfinite()).sum() for part in parts))  # waits for a card once
     if bad:
         raise NotFiniteError(
             f"the bias{site} holds {bad} entries that are NaN or infinite",

@@ -174,7 +174,8 @@ def split_columns(phi_q: Tensor, phi_k: Tensor, rms_error: Tensor) -> int:
     rounding = 2 * FP16_ROUNDING * phi_q.abs().amax(-2).double() * phi_k.abs().amax(-2).double()
     budget = (rms_error.double() / 8).clamp(min=FP16_ROUNDING)
     exceeds = (rounding > budget[..., None]).flatten(0, -2).any(0)
-    return int(exceeds.nonzero().max()) + 1 if exceeds.any() else 0
+    places = torch.arange(1, len(exceeds) + 1, device=exceeds.device)
+    return int((exceeds * places).max())  # waits for a card once
 
 
 def _head_factors(
@@ -211,5 +212,8 @@ def _column_signs(v: Tensor) -> Tensor:
 def _stack(columns: list[Tensor]) -> Tensor:
     """Put heads of different ranks side by side: (B, N, r) each -> (B, H, N, R)."""
     rank = max(c.shape[-1] for c in columns)
-    padded = [torch.nn.functional.pad(c, (0, rank - c.shape[-1])) for c in columns]
-    return torch.stack(padded, dim=1).contiguous()
+    padded = (
+        c if c.shape[-1] == rank else torch.nn.functional.pad(c, (0, rank - c.shape[-1]))
+        for c in columns
+    )  # fmt: skip
+    return torch.stack(tuple(padded), dim=1).contiguous()

@@ -40,7 +40,9 @@ class Truncation:
 
     def candidates(self, n: int, m: int, head_dim: int | None = None) -> dict[int, Candidate]:
         """A candidate per head, with the losses of its worst batch entry."""
-        worst = {k: v.tolist() for k, v in vars(self.loss.worst_over_batch()).items()}
+        losses = vars(self.loss.worst_over_batch())
+        # together: each list waits for a card
+        worst = dict(zip(losses, torch.stack(tuple(losses.values())).tolist(), strict=True))
         found = {}
         ranks = zip(self.heads, self.svd.term.head_ranks(), self.svd.needed, strict=True)
         for at, (head, rank, needed) in enumerate(ranks):

@@ -213,6 +213,7 @@ def _summary(result: Decomposition, description: Description) -> str:
     parts += [f"{name} in each call" for name in description.builders]
     chosen = ", ".join(parts) or "no bias"
     if description.depends_on_input:  # it could have factors, too
-        words = forms_in_words(description.n, description.m, description.head_dim)
+        heads = description.num_heads
+        words = forms_in_words(description.n, description.m, description.head_dim, heads)
         return f"{chosen}: {words}"
     return chosen

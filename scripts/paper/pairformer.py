@@ -24,7 +24,9 @@ against float64, beside what the plain formula loses in the same dtype (library_
 gradients of the inputs and, where the way has one, of the projection of the bias. replay_ms,
 of inference, is time on the card without Python between kernels (CUDA graphs), where a way can be
 recorded. once_ms is what is made once per structure, and steps_200_ms what it and 200 steps take.
-Up to which rank factors are faster than the kept bias is printed.
+Up to which rank factors are faster than the kept bias is printed, and from how many steps on. In
+the diffusion, `ours, chosen for 200 steps` has what `factors_once` chooses; the column chosen says
+what and why, and beside factors of a rank whether they pay by the tables of costs and times.
 
 Writes pairformer.csv, row by row, and pairformer.png. What fails or takes longer than --limit-s is
 a row with its reason; after --stop-s no row is begun; --resume keeps the rows of the file and adds

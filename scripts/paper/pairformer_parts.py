@@ -20,7 +20,7 @@ from pairformer_block import (
     protein,
 )
 from pairformer_boltz import BoltzBlock, diffusion_step, importable
-from pairformer_table import Table, Trial, break_even
+from pairformer_table import STEPS, Table, Trial, break_even, pays_from
 from pairformer_ways import (
     HIDDEN,
     Way,
@@ -31,12 +31,17 @@ from pairformer_ways import (
     kept,
     library,
     networks,
+    of_terms,
     without_bias,
 )
 from torch import Tensor, nn
 
+from flashbias_convert.attention.training_costs import card_class
+from flashbias_convert.decompose import Decomposition
 from flashbias_convert.decompose.factor_networks import FactorNetworks
 from flashbias_convert.decompose.neural_samples import Sample
+from flashbias_convert.decompose.randomised import decompose_quickly
+from flashbias_convert.decompose.serving import Serving, Site
 
 #: as the table calls the parts
 NAMES = {
@@ -46,7 +51,7 @@ NAMES = {
     "single_transition": "single transition", "block": "block",
 }  # fmt: skip
 SAMPLES, CHECKED_ROWS = 5, 8
-DENSE_KEPT = "ours, dense, bias kept"
+DENSE_KEPT, CHOSEN = "ours, dense, bias kept", f"ours, chosen for {STEPS} steps"
 #: structures that factor networks are fitted to; one more judges, and none of them is measured
 STRUCTURES = 4
 Outputs = Tensor | tuple[Tensor, Tensor]
@@ -398,6 +403,21 @@ def training(table: Table, block: Block, network_ranks: Sequence[int]) -> None:
             table.time(functools.partial(trial, exact[way]), way=way, **facts)
 
 
+def in_words(made: Decomposition) -> str:
+    """How many heads have which terms, and why the first of each has them."""
+    kinds: dict[str, list[str]] = {}
+    for decision in made.decisions:
+        kinds.setdefault(decision.term, []).append(decision.reason)
+    return "; ".join(f"{len(why)} heads {kind}: {why[0]}" for kind, why in kinds.items())
+
+
+def verdict(site: Site, rank: int) -> str:
+    """Whether factors of a rank pay by the tables of `factors_once`, in numbers."""
+    if not site.paying_rank(rank):
+        return f"no: {site.reason_against(rank)}"
+    return site.balance("yes: they", site.gain_ms(rank), site.spent_ms(rank))
+
+
 @torch.no_grad()
 def diffusion(table: Table, block: Block, ranks: Sequence[int]) -> None:
     """One denoising step's attention with pair bias; only what changes from step to step."""
@@ -418,7 +438,7 @@ def diffusion(table: Table, block: Block, ranks: Sequence[int]) -> None:
     def plain() -> float:
         return away([module(s, z, library, bias)], truth())
 
-    def trial(step: Callable[[Tensor, Tensor], Tensor], spent: float) -> Trial:
+    def trial(step: Callable[[Tensor, Tensor], Tensor], spent: float, chosen: str = "") -> Trial:
         def call() -> Tensor:
             with torch.no_grad():
                 return step(s, z)
@@ -426,7 +446,7 @@ def diffusion(table: Table, block: Block, ranks: Sequence[int]) -> None:
         def errors() -> dict[str, float]:
             return {"error": away([call()], truth()), "library_error": plain()}
 
-        return Trial(call, errors, spent, steps=True, replays=True)
+        return Trial(call, errors, spent, steps=True, replays=True, chosen=chosen)
 
     def ours(way: Way, own: Tensor | None) -> Callable[[Tensor, Tensor], Tensor]:
         return lambda s, z: module(s, z, way, own)
@@ -441,14 +461,28 @@ def diffusion(table: Table, block: Block, ranks: Sequence[int]) -> None:
         for keeps, name in ((False, "boltz, bias in each step"), (True, "boltz, bias kept")):
             table.time(lambda k=keeps: trial(diffusion_step(module, block.dtype, k),
                                              once if k else 0.0), way=name, **facts)  # fmt: skip
+    head_dim, serving = width // heads, Serving(STEPS - 1, SAMPLES, card_class(z.device))
+    site = Site(1, heads, len(z), len(z), head_dim, serving)
     for rank in (r for r in ranks if r <= len(z)):
 
         def of_rank(rank: int = rank) -> Trial:
             way, spent = made_once(lambda: kept(bias, rank), table.device)
-            return trial(ours(way, bias), once + spent)
+            return trial(ours(way, bias), once + spent, verdict(site, rank))
 
         table.time(of_rank, way="ours, factors kept", rank=rank, **facts)
+
+    def of_choice() -> Trial:
+        made, spent = made_once(
+            lambda: decompose_quickly(bias, head_dim=head_dim, serving=serving), table.device
+        )
+        return trial(ours(of_terms(made.bias), bias), once + spent, in_words(made))
+
+    table.time(of_choice, way=CHOSEN, **facts)
     rows = table.good(**facts)
+    for row in rows:
+        if row["way"] == CHOSEN:
+            print(f"diffusion at N = {len(z)}, chosen for {STEPS} steps: {row['chosen']}")
     if {row["way"] for row in rows} >= {DENSE_KEPT, "ours, factors kept"}:
-        for sentence in break_even(rows, DENSE_KEPT, "ours, factors kept"):
+        both = (rows, DENSE_KEPT, "ours, factors kept")
+        for sentence in (*break_even(*both), *pays_from(*both)):
             print(f"diffusion at N = {len(z)}, {sentence}", flush=True)

@@ -26,7 +26,7 @@ from whole_models.measuring import OverTheLimit, time_limit
 COLUMNS = (
     "n", "mode", "component", "way", "rank", "ms", "p20_ms", "p80_ms", "replay_ms", "once_ms",
     "steps_200_ms", "peak_mib", "error", "library_error", "gradient_error",
-    "library_gradient_error", "bias_gradient_error", "status", "dtype", "device", "torch",
+    "library_gradient_error", "bias_gradient_error", "chosen", "status", "dtype", "device", "torch",
 )  # fmt: skip
 #: what tells a row from others
 KEY = ("n", "mode", "component", "way", "rank", "dtype", "device")
@@ -63,6 +63,7 @@ class Trial:
         steps: whether a structure takes 200 such calls.
         exact: another error than rounding means that it is wrong.
         replays: it can be recorded as a CUDA graph, whose time is on the card alone.
+        chosen: what the rule of `factors_once` says.
     """
 
     call: Callable[[], Any]
@@ -71,6 +72,7 @@ class Trial:
     steps: bool = False
     exact: bool = False
     replays: bool = False
+    chosen: str = ""
 
 
 class Table:
@@ -207,6 +209,7 @@ class Table:
             if trial.steps
             else "",
             "replay_ms": self._replayed(trial) if trial.replays else "",
+            "chosen": trial.chosen,
             "peak_mib": "" if found.peak_mib is None else f"{found.peak_mib:.0f}",
             **{name: f"{value:.3g}" for name, value in errors.items()},
         }
@@ -311,6 +314,28 @@ def break_even(rows: Sequence[dict[str, str]], dense: str, factors: str) -> list
         upto = f"up to rank {max(faster)}" if faster else "at no rank that was tried"
         but = f" (not at {', '.join(map(str, slower))})" if slower else ""
         told.append(f"{what}: factors are faster than the dense bias {upto}{but}")
+    return told
+
+
+def pays_from(rows: Sequence[dict[str, str]], dense: str, factors: str) -> list[str]:
+    """Sentences: from how many steps on factors take less time, what is made once included.
+
+    Args:
+        rows, dense, factors: see `break_even`.
+    """
+    (bias,) = (row for row in rows if row["way"] == dense)
+    told = []
+    for what, column in (("", "ms"), (", the card alone", "replay_ms")):
+        limit, found = _number(bias, column), []
+        for row in (r for r in rows if r["way"] == factors):
+            step, once = _number(row, column), _number(row, "once_ms")
+            if limit is None or step is None or once is None:
+                continue
+            more = once - (_number(bias, "once_ms") or 0)
+            steps = math.floor(more / (limit - step)) + 1 if step < limit else None
+            found.append(f"{row['rank']}: {'never' if steps is None else max(1, steps)}")
+        if found:
+            told.append(f"steps from which factors pay, by rank{what}: {', '.join(found)}")
     return told
 
 

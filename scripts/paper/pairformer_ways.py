@@ -131,7 +131,12 @@ def factors(rank: int) -> Way:
 def kept(bias: Tensor, rank: int) -> Way:
     """Ours, with factors that were made once of this bias, which calls then do not make."""
     terms: tuple[LowRank, ...] = (quick_factors(bias, rank),)
-    prepared = PreparedBias(ScoreBias(terms, len(bias)))
+    return of_terms(ScoreBias(terms, len(bias)))
+
+
+def of_terms(bias: ScoreBias) -> Way:
+    """Ours, with terms that are there already."""
+    prepared = PreparedBias(bias)
     return lambda call: _ours(call, prepared)
 
 

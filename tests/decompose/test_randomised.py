@@ -8,7 +8,8 @@ from torch import Tensor
 
 from flashbias_convert import DecompositionError, UsageError
 from flashbias_convert.decompose import measure, row_center, svd_factors
-from flashbias_convert.decompose.randomised import affordable_rank, decompose_quickly
+from flashbias_convert.decompose.costs import affordable_rank
+from flashbias_convert.decompose.randomised import decompose_quickly
 from flashbias_convert.terms import LowRank
 
 pytestmark = pytest.mark.usefixtures("prices")

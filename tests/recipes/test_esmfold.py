@@ -102,7 +102,7 @@ def test_the_plan_says_which_form_and_why() -> None:
     """For the length that is asked for: up to which rank factors would cost less."""
     for tokens in (384, 2048):
         for site in inspect_model(block(), tokens=tokens).sites:
-            words = forms_in_words(tokens, tokens, site.head_dim)
+            words = forms_in_words(tokens, tokens, site.head_dim, site.heads)
             assert site.reason == f"dense in each call: {words}"
             assert f"at {tokens} tokens; factors cost less" in words
             assert site.forms == forms(tokens, tokens, site.head_dim)
@@ -218,6 +218,7 @@ def test_a_site_that_is_left_out_is_not_fitted() -> None:
     assert "factor networks of rank 3" in status["tri_att_end"][1]
 
 
+@pytest.mark.usefixtures("free_factors")
 def test_factors_once_serve_the_same_pairs_only() -> None:
     original = block()
     with torch.no_grad():  # a bias of rank 1 for the first head, and of no use for the second

@@ -233,6 +233,7 @@ def test_boltz_with_a_bias_that_is_handed_over() -> None:
         torch.testing.assert_close(model[0](s, bias, padding(s), s), plain)
 
 
+@pytest.mark.usefixtures("free_factors")
 def test_boltz_denoising_steps_share_factors() -> None:
     """Each step brings other samples and the same pairs."""
     case = boltz(2, 2)
@@ -335,6 +336,7 @@ def test_protenix_windows_of_atoms_are_refused() -> None:
     assert site.status == "unsupported" and "windows of atoms" in site.reason
 
 
+@pytest.mark.usefixtures("free_factors")
 def test_protenix_copies_of_pairs_need_a_word() -> None:
     """It casts the representation at each step; the caller can vouch that it stays."""
     model = protenix().make()
@@ -530,6 +532,7 @@ def test_openfold3_windows_of_atoms_are_refused() -> None:
     assert site.status == "unsupported" and "windows of atoms" in site.reason
 
 
+@pytest.mark.usefixtures("free_factors")
 def test_openfold3_denoising_steps_share_factors() -> None:
     """Each step brings other samples and the same pairs."""
     model = openfold3(diffusion=True).make()

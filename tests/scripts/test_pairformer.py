@@ -22,7 +22,9 @@ import pairformer_table as table  # noqa: E402
 import pairformer_ways as ways  # noqa: E402
 from turns import BESIDE  # noqa: E402
 
+from flashbias_convert.decompose import serving  # noqa: E402
 from flashbias_convert.decompose.neural_samples import Sample, mean_loss, squared_size  # noqa: E402
+from flashbias_convert.decompose.randomised import decompose_quickly  # noqa: E402
 
 N = 18
 
@@ -119,6 +121,12 @@ def test_a_run(
     for row in rows:
         total = float(row["once_ms"]) + 200 * float(row["ms"])
         assert float(row["steps_200_ms"]) == pytest.approx(total, abs=0.02)
+    (chosen,) = (row for row in rows if row["way"] == parts.CHOSEN)
+    why = chosen["chosen"]
+    assert why.startswith("2 heads dense: ") and why.endswith("was not measured on cpu")
+    assert float(chosen["error"]) <= 2 * float(chosen["library_error"])
+    kept = [row["chosen"] for row in rows if row["way"] == "ours, factors kept"]
+    assert len(kept) == 2 and all(verdict.startswith("no: ") for verdict in kept)
     before, rows = rows, run(tmp_path, monkeypatch, "--resume")
     assert rows[: len(before)] == before  # not measured again
     assert len(rows) == len({tuple(row[name] for name in table.KEY) for row in rows})
@@ -251,6 +259,50 @@ def test_break_even_without_the_time_of_python() -> None:
     assert steps.startswith("200 steps: ") and steps.endswith("up to rank 16")
     assert alone.startswith("200 steps, the card alone: ")
     assert alone.endswith("up to rank 8 (not at 16)")  # 31 ms: 25, and 50
+
+
+def test_steps_from_which_factors_pay() -> None:
+    """Beside a bias that has to be made once, too."""
+    rows = [{"way": "dense", "rank": "", "ms": "2", "replay_ms": "0.5", "once_ms": "1"}]
+    for rank, ms, replay, once in ((16, 1.5, 0.25, 11), (32, 2, 0.375, 21), (64, 1, "", 0.5)):
+        rows.append({"way": "f", "rank": f"{rank}", "ms": f"{ms}", "replay_ms": f"{replay}",
+                     "once_ms": f"{once}"})  # fmt: skip
+    calls, alone = table.pays_from(rows, "dense", "f")
+    assert calls == "steps from which factors pay, by rank: 16: 21, 32: never, 64: 1"
+    assert alone.endswith("the card alone: 16: 41, 32: 161")
+
+
+@pytest.mark.parametrize("spent", [1.0, 1e-9])
+def test_a_verdict_follows_the_rule(spent: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "factors_ms", lambda *_: spent)
+    site = serving.Site(1, 2, 18, 18, 32, serving.Serving(199, 5))
+    bias = torch.ones(2, 18, 1) * torch.arange(18.0)
+    made = decompose_quickly(bias, head_dim=32, serving=site.serving)
+    if spent == 1.0:
+        assert parts.verdict(site, 16).startswith("no: factors of rank 16 would save")
+        assert parts.in_words(made).startswith("2 heads dense: the bias itself is exact")
+    else:
+        assert parts.verdict(site, 16).startswith("yes: they would save")
+        assert parts.in_words(made).startswith("2 heads low_rank: rank ")
+
+
+def test_rows_from_before_there_was_a_choice_stay(tmp_path: Path) -> None:
+    """A file without the column is gone on with."""
+    facts = {"way": "a", "component": "c", "n": 1, "mode": "m"}
+    old = make_table(tmp_path)
+    old.time(lambda: table.Trial(lambda: None), **facts)
+    columns = [name for name in table.COLUMNS if name != "chosen"]
+    with old.path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(old.rows)
+    made = make_table(tmp_path, resume=True)
+    made.time(lambda: pytest.fail("it was measured"), **facts)
+    made.time(lambda: table.Trial(lambda: None, chosen="b, and why"), **facts | {"way": "b"})
+    with made.path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["way"], row["chosen"]) for row in rows] == [("a", ""), ("b", "b, and why")]
+    assert {**old.rows[0], "chosen": ""} == rows[0] and len(made.good(component="c")) == 2
 
 
 def test_want_of_memory_beside_others_is_no_row(
