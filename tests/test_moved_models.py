@@ -114,7 +114,7 @@ def test_a_model_in_float64_agrees_with_the_original() -> None:
     error = (run(model.double(), x.double()) - truth).abs().max()
     rounding = (plain.double() - truth).abs().max()
     finer = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-    assert 0 < rounding and error <= 2 * rounding * finer
+    assert rounding > 0 and error <= 2 * rounding * finer
 
 
 def test_a_move_to_another_device_takes_the_terms_along() -> None:

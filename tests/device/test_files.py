@@ -33,7 +33,7 @@ def test_a_checkpoint_is_converted_and_verified(
     here = load_model(made, device=device)
     there = load_model(made)
     wide = copy.deepcopy(there).double()
-    truth, x = outputs(wide, images().double()), images().to(device)
+    truth, x = outputs(wide, images(16).double()), images(16).to(device)
     assert_parity(outputs(here, x).cpu(), outputs(plainly(there, device), x).cpu(), truth)
     found = verify_files(source, made, samples=2, batch=2, device=device, **ARCH)  # type: ignore[arg-type]
     assert found.passed and found.device == str(device)
