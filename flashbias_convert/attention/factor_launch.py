@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..terms.constants import is_watched
+from .factors import scale_size
 from .launch_plan import MAX_PLANS, LaunchPlan, layout_of
 from .strides import MAX_BATCH_DIMS, batch_strides, collapse_batch, own_strides, padded
 
@@ -22,6 +23,7 @@ TILE = 2048
 #: by what a launch looks like
 _PLANS: dict[Hashable, LaunchPlan] = {}
 _TOPS = ("top_q", "top_k")
+_OUTS = ("out", "again")
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -49,33 +51,33 @@ def launch_columns(
     phi: Tensor,
     tops: Sequence[Tensor],
     split: int,
-    out: Tensor,
+    outs: Sequence[Tensor],
     *,
     of_keys: bool,
-    size: float | Tensor | None,
-    in_parts: bool,
+    scale: float | Tensor | None,
 ) -> None:
     """Write the columns of one factor; see `factor_columns`.
 
     Args:
         phi: (*batch, H, N, R), with batch dimensions that `is_served` has allowed.
         tops: of both factors, see `factors.column_tops`; none for factors that need no balance.
-        split: how many columns become triples.
-        out: contiguous (*batch, H, N, COLUMNS); zeros are written past the last column.
+        split: how many columns become triples: of high and low parts, or the same number three
+            times for queries without a scale.
+        outs: contiguous (*batch, H, N, COLUMNS), one or two of different dtypes; zeros are written
+            past the last column.
         of_keys: it is phi_k.
-        size: what it is divided by, fp32 (H,) if heads differ in it.
-        in_parts: triples hold high and low parts, and not the same number three times.
+        scale: by whose size it is divided, fp32 (H,) if heads differ in it.
     """
-    sizes = (size,) if isinstance(size, Tensor) else ()
-    kind = (split, of_keys, size is None, in_parts)
-    key = (phi.device, kind, *layout_of((phi, *tops[of_keys : of_keys + 1], *sizes, out)))
+    scales = (scale,) if isinstance(scale, Tensor) else ()
+    kind = (split, of_keys, scale is None)
+    key = (phi.device, kind, *layout_of((phi, *tops[of_keys : of_keys + 1], *scales, *outs)))
     plan = _PLANS.get(key)
     if plan is None:
-        plan = _keep(key, _columns_plan(phi, tops, split, out, of_keys, size, in_parts))
-    numbers = () if size is None or sizes else (float(size),)
+        plan = _keep(key, _columns_plan(phi, tops, split, outs, of_keys, scale))
+    numbers = () if scale is None or isinstance(scale, Tensor) else (scale_size(scale),)
     plan.run(
         phi.device,
-        (phi, *tops, *sizes, out),
+        (phi, *tops, *scales, *outs),
         [_reciprocal(number) for number in numbers] if phi.is_cuda else numbers,
     )
 
@@ -83,7 +85,8 @@ def launch_columns(
 def launch_gradient(
     found: Tensor, tops: Sequence[Tensor], split: int, out: Tensor, *, of_keys: bool
 ) -> None:
-    """Write the gradient of one factor, contiguous (*batch, H, N, R); see `column_gradients`."""
+    """Write the gradient of one factor, contiguous (*batch, H, N, R) in any dtype that it has; see
+    `column_gradients`."""
     key = (found.device, split, of_keys, *layout_of((found, tops[of_keys], out)))
     plan = _PLANS.get(key)
     if plan is None:
@@ -108,26 +111,26 @@ def _columns_plan(
     phi: Tensor,
     tops: Sequence[Tensor],
     split: int,
-    out: Tensor,
+    outs: Sequence[Tensor],
     of_keys: bool,
-    size: float | Tensor | None,
-    in_parts: bool,
+    scale: float | Tensor | None,
 ) -> LaunchPlan:
     from .triton_columns import factor_columns_kernel as kernel
 
+    columns = outs[0].shape[-1]
     low = 1 if of_keys else 2
     arguments = {
         "R": phi.shape[-1],
         "split": split,
-        "COLUMNS": out.shape[-1],
-        "LOW": low if in_parts else -1,
+        "COLUMNS": columns,
+        "LOW": low if of_keys or scale is not None else -1,
         "DOWN": of_keys,
         "INVERSE": phi.is_cuda,
-        "ROWS": max(1, TILE // out.shape[-1]),
+        "ROWS": max(1, TILE // columns),
     }
-    sizes = ["sizes"] if isinstance(size, Tensor) else []
-    tensors = ["phi", *_TOPS[: len(tops)], *sizes, "out"]
-    numbers = [] if size is None or sizes else ["size"]
+    scales = ["scales"] if isinstance(scale, Tensor) else []
+    tensors = ["phi", *_TOPS[: len(tops)], *scales, *_OUTS[: len(outs)]]
+    numbers = [] if scale is None or scales else ["size"]
     return _plan(kernel, arguments, tensors, numbers, phi, tops[of_keys] if tops else None)
 
 

@@ -12,6 +12,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from . import factors
+
+SMALLEST_SCALE = tl.constexpr(factors.SMALLEST_SCALE)
+
 
 class FactorWalk(NamedTuple):
     """A matrix (*batch, H, rows, columns), and the largest entries that belong to its columns.
@@ -73,9 +77,17 @@ def place(pid, walk, ROWS: tl.constexpr):
     return rows, lead, h, own, top
 
 
+@triton.jit
+def in_parts(x, is_low, dtype: tl.constexpr):
+    """`x` rounded to `dtype`, or where `is_low` what that leaves of it."""
+    high = x.to(dtype)
+    low = (x - high.to(tl.float32)).to(dtype)
+    return tl.where(is_low, low, high)
+
+
 @triton.jit(do_not_specialize=["R", "split"])
 def factor_columns_kernel(
-    phi, top_q, top_k, sizes, out, size, walk, R, split,
+    phi, top_q, top_k, scales, out, again, size, walk, R, split,
     COLUMNS: tl.constexpr, LOW: tl.constexpr, DOWN: tl.constexpr, INVERSE: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -84,9 +96,10 @@ def factor_columns_kernel(
     Args:
         phi: any strides; see `walk`.
         top_q, top_k: largest entries by column, fp32; None for factors that need no balance.
-        sizes: fp32 (H,), what a head is divided by, or None.
+        scales: fp32 (H,), by whose size a head is divided, or None.
         out: contiguous, COLUMNS wide, zero past the last column.
-        size: what all heads are divided by without `sizes`; None for nothing.
+        again: the same in another dtype, or None.
+        size: what all heads are divided by without `scales`; None for nothing.
         R: columns of phi.
         LOW: which of three columns holds the low part, from 0; none for -1.
         DOWN: divide by the step, as keys are, and do not multiply.
@@ -104,15 +117,17 @@ def factor_columns_kernel(
             tl.load(top_k + top + source, mask=here, other=0.0),
         )
         x *= power_of_two(-n if DOWN else n)[None, :]
-    if sizes is not None:
-        x = tl.div_rn(x, tl.zeros_like(x) + tl.load(sizes + h))
+    if scales is not None:
+        own_size = tl.abs(tl.load(scales + h))
+        own_size = tl.where(own_size < SMALLEST_SCALE, 1.0, own_size)
+        x = tl.div_rn(x, tl.zeros_like(x) + own_size)
     elif size is not None:
         x = x * size if INVERSE else tl.div_rn(x, tl.zeros_like(x) + size)
-    high = x.to(out.dtype.element_ty)
-    low = (x - high.to(tl.float32)).to(out.dtype.element_ty)
-    is_low = (columns < 3 * split) & (columns % 3 == LOW)
+    is_low = ((columns < 3 * split) & (columns % 3 == LOW))[None, :]
     to = (lead * walk.rows + rows)[:, None] * COLUMNS + columns[None, :]
-    tl.store(out + to, tl.where(is_low[None, :], low, high), mask=inside[:, None])
+    tl.store(out + to, in_parts(x, is_low, out.dtype.element_ty), mask=inside[:, None])
+    if again is not None:
+        tl.store(again + to, in_parts(x, is_low, again.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit(do_not_specialize=["R", "split"])
@@ -125,7 +140,7 @@ def factor_gradients_kernel(
     Args:
         found: fp32, any strides; see `walk`.
         top_q, top_k, R, split, DOWN: as for `factor_columns_kernel`.
-        out: fp32, contiguous, R wide.
+        out: contiguous, R wide, in the dtype of the factor.
         WIDTH: a power of two, at least R.
         PARTNER: which of three columns is added to the first one.
     """
