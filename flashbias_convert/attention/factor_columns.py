@@ -11,11 +11,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .factor_launch import is_served, launch_columns, launch_gradient
+from .factor_launch import is_served, launch_columns, launch_gradients
 from .factors import balance, balance_step, column_tops, scale_size, scale_sizes, split_columns
 
 #: Numbers of factor columns that kernels are compiled for.
 COLUMN_BUCKETS = (16, 32, 64, 128, 256)
+
+#: What kernels call columns that are written in another dtype, too.
+_KEPT_AS = {"phi_q": "again_q", "phi_k": "again_k"}
 
 #: Largest entries of both factors, see `column_tops`; none for factors that are balanced.
 Tops = tuple[Tensor, Tensor] | tuple[()]
@@ -93,19 +96,13 @@ def columns_by_name(
     if spread or not is_served(phi_q, phi_k):
         return _by_torch(phi_q, phi_k, tops, split, dtype, scale, again)
     width = bucket(phi_q.shape[-1] + 2 * split)
-    made = {}
-    for name, phi in (("phi_q", phi_q), ("phi_k", phi_k)):
-        of_keys = name == "phi_k"
-        whole = scale is None and not of_keys
-        shape, kind = (*phi.shape[:-1], width), torch.float32 if whole else dtype
-        outs = [phi.new_empty(shape, dtype=kind)]
-        made[name] = outs[0]
-        if name in again:
-            outs.append(phi.new_empty(shape, dtype=again[name]))
-            made[f"{name}_rounded"] = outs[1]
-        own_scale = None if of_keys else scale
-        launch_columns(phi, tops, split, outs, of_keys=of_keys, scale=own_scale)
-    return made
+    shapes = {"q": (*phi_q.shape[:-1], width), "k": (*phi_k.shape[:-1], width)}
+    kinds = {"out_q": torch.float32 if scale is None else dtype, "out_k": dtype}
+    kinds |= {_KEPT_AS[name]: other for name, other in again.items()}
+    outs = {name: phi_q.new_empty(shapes[name[-1]], dtype=kind) for name, kind in kinds.items()}
+    launch_columns((phi_q, phi_k), tops, split, outs, scale=scale)
+    made = {"phi_q": outs["out_q"], "phi_k": outs["out_k"]}
+    return made | {f"{name}_rounded": outs[_KEPT_AS[name]] for name in again}
 
 
 def _by_torch(
@@ -189,13 +186,14 @@ def column_gradients(
     tops = tops or column_tops(phi_q, phi_k)
     if not is_served(phi_q, phi_k, *found.values()):
         return gradients_by_torch(phi_q, phi_k, split, found, tops)
-    own = {}
-    for name, gradient in found.items():
-        of_keys = name == "phi_k"
-        shape, dtype = (*gradient.shape[:-1], phi_q.shape[-1]), (phi_q, phi_k)[of_keys].dtype
-        own[name] = gradient.new_empty(shape, dtype=dtype)
-        launch_gradient(gradient, tops, split, own[name], of_keys=of_keys)
-    return own
+    given, outs, rank = {}, {}, phi_q.shape[-1]
+    for name, phi in (("phi_q", phi_q), ("phi_k", phi_k)):
+        if name in found:
+            end, gradient = name[-1], found[name]
+            given[f"found_{end}"] = gradient
+            outs[f"out_{end}"] = gradient.new_empty((*gradient.shape[:-1], rank), dtype=phi.dtype)
+    launch_gradients(given, tops, split, outs)
+    return {name: outs[f"out_{name[-1]}"] for name in found}
 
 
 def gradients_by_torch(

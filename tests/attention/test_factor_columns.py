@@ -209,13 +209,13 @@ def low_rank(dtype: torch.dtype = FP32, rank: int = 32, **fields: Any) -> LowRan
 
 #: terms -> most operations in inference, and in training forward and backward
 CEILINGS: dict[str, tuple[Callable[[], tuple[Any, ...]], int, int]] = {
-    "low_rank": (lambda: (low_rank(),), 6, 14),
-    "low_rank-half": (lambda: (low_rank(FP16),), 6, 14),
-    "low_rank-unsplit": (lambda: (low_rank(split=0),), 6, 14),
-    "low_rank-key_bias": (lambda: (low_rank(), KeyBias(values=normal(1, 1, 24))), 6, 14),
+    "low_rank": (lambda: (low_rank(),), 5, 11),
+    "low_rank-half": (lambda: (low_rank(FP16),), 5, 11),
+    "low_rank-unsplit": (lambda: (low_rank(split=0),), 5, 11),
+    "low_rank-key_bias": (lambda: (low_rank(), KeyBias(values=normal(1, 1, 24))), 5, 11),
     "dense": (lambda: (Dense(bias=normal(1, 4, 24, 32).half()),), 0, 0),
     # three groups of heads, whose factors are picked out and cut to their ranks
-    "ranks": (lambda: (low_rank(ranks=(32, 16, 8, 8)),), 30, 54),
+    "ranks": (lambda: (low_rank(ranks=(32, 16, 8, 8)),), 27, 45),
 }
 
 

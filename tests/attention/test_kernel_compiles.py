@@ -291,18 +291,18 @@ def test_calls_that_have_no_parts(option: str) -> None:
 
 @pytest.mark.parametrize("dtype", [FP16, BF16])
 @pytest.mark.parametrize("scales", ["number", "heads", "undivided"])
-def test_kernels_of_factors_compile(scales: str, dtype: torch.dtype) -> None:
+def test_kernels_of_factors_compile(scales: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Products stay apart from sums: a card rounds each as torch does, to the last bit."""
     phi_q, phi_k = torch.zeros(2, 3, 49, 17), torch.zeros(3, 40, 17, dtype=dtype)
     scale = {"number": 0.125, "heads": torch.ones(3), "undivided": None}[scales]
-    names = [*["factor_columns_kernel"] * 2, *["factor_gradients_kernel"] * 2]
     for again in ({}, {"phi_k": BF16}, {"phi_q": BF16, "phi_k": BF16}):
         if scale is None and again:
             continue
         compiled = compile_factors(phi_q, phi_k, 5, scale, again)
-        assert [c.name for c in compiled] == names
+        assert [c.name for c in compiled] == ["factor_columns_kernel", "factor_gradients_kernel"]
         assert not any("fma" in c.ptx for c in compiled)
-        for name, made in zip(("phi_q", "phi_k"), compiled, strict=False):
-            # to the nearest number, of two that are as near to the even one
-            assert ("cvt.rn.bf16" in made.ptx) == (name in again)
-            assert not re.search(r"cvt\.r[zmp]\.", made.ptx)
+        # to the nearest number, of two that are as near to the even one
+        assert ("cvt.rn.bf16" in compiled[0].ptx) == bool(again)
+        assert not re.search(r"cvt\.r[zmp]\.", compiled[0].ptx)
+        for each in compiled if NVDISASM.exists() else []:
+            assert each.unwritten_registers(tmp_path) == [], each.name

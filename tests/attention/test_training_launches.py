@@ -111,10 +111,10 @@ def launches(
     return forward, counted.found
 
 
-FORWARD = {"linalg_vector_norm": 2, "factor_columns_kernel": 2, "attention_kernel": 1}
+FORWARD = {"linalg_vector_norm": 2, "factor_columns_kernel": 1, "attention_kernel": 1}
 BACKWARD = {
-    "delta_kernel": 1, "factor_columns_kernel": 2, "query_gradients_kernel": 1,
-    "key_gradients_kernel": 1, "sum": 2, "factor_gradients_kernel": 2,
+    "delta_kernel": 1, "factor_columns_kernel": 1, "query_gradients_kernel": 1,
+    "key_gradients_kernel": 1, "sum": 2, "factor_gradients_kernel": 1,
 }  # fmt: skip
 #: a call -> what it launches beside `FORWARD`, and beside `BACKWARD`
 CALLS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, int], dict[str, int]]] = {
@@ -163,21 +163,22 @@ def _sums(*parts: dict[str, int]) -> Counter[str]:
 @pytest.mark.parametrize("wanted", ["phi_q", "phi_k"])
 def test_what_is_not_wanted_is_not_written(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
     """Of the two factors, the columns in bf16 of the other one, and one gradient."""
-    term, outs = trained(), []
+    term, written = trained(), []
     frozen = term.phi_k if wanted == "phi_q" else term.phi_q
     frozen.requires_grad_(False)
-    original = factor_launch.launch_columns
+    run = LaunchPlan.run
 
-    def noted(phi: Tensor, tops: Any, split: int, own: Any, **options: Any) -> None:
-        outs.append((options["of_keys"], [t.dtype for t in own]))
-        original(phi, tops, split, own, **options)
+    def noted(plan: Any, device: object, tensors: Any, *numbers: Any) -> None:
+        if plan._kernel.__name__.startswith("factor_"):
+            outs = {n: t for n, t in tensors.mapping.items() if n.startswith(("out", "again"))}
+            written.append({name: t.dtype for name, t in outs.items()})
+        run(plan, device, tensors, *numbers)
 
-    monkeypatch.setattr("flashbias_convert.attention.factor_columns.launch_columns", noted)
-    _, found = launches(monkeypatch, term)
-    assert found["factor_gradients_kernel"] == 1
-    two, one = [torch.float16, BF16], [torch.float16]
-    of_backward = [(False, one), (True, two)] if wanted == "phi_q" else [(False, two), (True, one)]
-    assert outs == [(False, one), (True, one), *of_backward]
+    monkeypatch.setattr(LaunchPlan, "run", noted)
+    launches(monkeypatch, term)
+    own, other = ("q", "k") if wanted == "phi_q" else ("k", "q")
+    columns = {"out_q": torch.float16, "out_k": torch.float16}
+    assert written == [columns, {**columns, f"again_{other}": BF16}, {f"out_{own}": FP32}]
 
 
 def test_a_bias_that_is_frozen_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
