@@ -122,7 +122,8 @@ def test_split_factors_keep_two_parts_for_gradients(wanted: str, head_scale: boo
     assert 2**-15 < error[..., 3:].max() < 2**-7  # 8 bits
 
 
-def test_weights_of_distances(kernel: str, device: torch.device) -> None:
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_weights_of_distances(deterministic: bool, kernel: str, device: torch.device) -> None:
     """Squared distances are sums that cancel, and so are the gradients of their weights."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     x = Inputs(device, dtype, batch=(1,), heads=2, n=256, m=256, d=16)
@@ -148,7 +149,8 @@ def test_weights_of_distances(kernel: str, device: torch.device) -> None:
         square, one = at.square().sum(-1, keepdim=True), torch.ones_like(at[:, :1])
         phi_q = torch.cat([2 * at, -one, -square], -1) * own[..., None]
         term = LowRank(phi_q=phi_q, phi_k=torch.cat([at, square, one], -1)[None])
-        return flashbias_attention(q, k, v, ScoreBias((term,), 2), backend=kernel)
+        bias = ScoreBias((term,), 2)
+        return flashbias_attention(q, k, v, bias, backend=kernel, deterministic=deterministic)
 
     found, formula = gradient(dtype, ours), gradient(dtype, plain)
     assert_parity(found, formula, gradient(torch.float64, plain))
