@@ -21,15 +21,24 @@ class FactorWalk(NamedTuple):
     """A matrix (*batch, H, rows, columns), and the largest entries that belong to its columns.
 
     Strides are those of batch 0, 1, 2, heads, then rows and columns of the matrix itself; 0 where a
-    dimension is shared.
+    dimension is shared. They are no tuples of their own: of a tuple within a tuple Triton 3.6
+    forgets the constants where a branch begins.
     """
 
     rows: Any
     batch_1: Any
     batch_2: Any
     heads: Any
-    strides: Any
-    top_strides: Any
+    stride_0: Any
+    stride_1: Any
+    stride_2: Any
+    stride_heads: Any
+    stride_rows: Any
+    stride_columns: Any
+    top_0: Any
+    top_1: Any
+    top_2: Any
+    top_heads: Any
 
 
 @triton.jit
@@ -71,9 +80,8 @@ def place(pid, walk, ROWS: tl.constexpr):
         b // walk.batch_2 % walk.batch_1,
         b % walk.batch_2,
     )
-    s, t = walk.strides, walk.top_strides
-    own = b0 * s[0] + b1 * s[1] + b2 * s[2] + h * s[3]
-    top = b0 * t[0] + b1 * t[1] + b2 * t[2] + h * t[3]
+    own = b0 * walk.stride_0 + b1 * walk.stride_1 + b2 * walk.stride_2 + h * walk.stride_heads
+    top = b0 * walk.top_0 + b1 * walk.top_1 + b2 * walk.top_2 + h * walk.top_heads
     return rows, lead, h, own, top
 
 
@@ -88,7 +96,7 @@ def in_parts(x, is_low, dtype: tl.constexpr):
 @triton.jit
 def write_columns(
     pid, phi, top_q, top_k, scales, out, again, size, walk, R, split,
-    COLUMNS: tl.constexpr, LOW: tl.constexpr, DOWN: tl.constexpr, INVERSE: tl.constexpr,
+    COLUMNS: tl.constexpr, LOW: tl.constexpr, OF_KEYS: tl.constexpr, INVERSE: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """Balance, divide and round some rows of a factor, and write their columns.
@@ -97,32 +105,32 @@ def write_columns(
         pid: from 0 for this factor.
         phi: any strides; see `walk`.
         top_q, top_k: largest entries by column, fp32; None for factors that need no balance.
-        scales: fp32 (H,), by whose size a head is divided, or None.
+        scales: fp32 (H,), by whose size a head of queries is divided, or None.
         out: contiguous, COLUMNS wide, zero past the last column.
         again: the same in another dtype, or None.
-        size: what all heads are divided by without `scales`; None for nothing.
+        size: what all heads of queries are divided by without `scales`; None for nothing.
         R: columns of phi.
         LOW: which of three columns holds the low part, from 0; none for -1.
-        DOWN: divide by the step, as keys are, and do not multiply.
+        OF_KEYS: divide by the step, which queries are multiplied by, and by no scale.
         INVERSE: `size` is a reciprocal, by which torch multiplies where it divides by a number.
     """
     rows, lead, h, own, top = place(pid, walk, ROWS)
     columns = tl.arange(0, COLUMNS)
     source = tl.where(columns < 3 * split, columns // 3, columns - 2 * split).to(tl.int64)
     here, inside = source < R, rows < walk.rows
-    where = own + rows[:, None] * walk.strides[4] + source[None, :] * walk.strides[5]
+    where = own + rows[:, None] * walk.stride_rows + source[None, :] * walk.stride_columns
     x = tl.load(phi + where, mask=inside[:, None] & here[None, :], other=0.0).to(tl.float32)
     if top_q is not None:
         n = balance_power(
             tl.load(top_q + top + source, mask=here, other=0.0),
             tl.load(top_k + top + source, mask=here, other=0.0),
         )
-        x *= power_of_two(-n if DOWN else n)[None, :]
-    if scales is not None:
+        x *= power_of_two(-n if OF_KEYS else n)[None, :]
+    if scales is not None and not OF_KEYS:
         own_size = tl.abs(tl.load(scales + h))
         own_size = tl.where(own_size < SMALLEST_SCALE, 1.0, own_size)
         x = tl.div_rn(x, tl.zeros_like(x) + own_size)
-    elif size is not None:
+    elif size is not None and not OF_KEYS:
         x = x * size if INVERSE else tl.div_rn(x, tl.zeros_like(x) + size)
     is_low = ((columns < 3 * split) & (columns % 3 == LOW))[None, :]
     to = (lead * walk.rows + rows)[:, None] * COLUMNS + columns[None, :]
@@ -150,7 +158,7 @@ def factor_columns_kernel(
         )  # fmt: skip
     else:
         write_columns(
-            pid - programs_q, phi_k, top_q, top_k, None, out_k, again_k, None, walk_k, R, split,
+            pid - programs_q, phi_k, top_q, top_k, scales, out_k, again_k, size, walk_k, R, split,
             COLUMNS, 1, True, INVERSE, ROWS,
         )  # fmt: skip
 
@@ -158,14 +166,14 @@ def factor_columns_kernel(
 @triton.jit
 def write_gradient(
     pid, found, top_q, top_k, out, walk, R, split,
-    WIDTH: tl.constexpr, PARTNER: tl.constexpr, DOWN: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, PARTNER: tl.constexpr, OF_KEYS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of some rows of a factor from that of the columns that were written of them.
 
     Args:
         pid: from 0 for this factor.
         found: fp32, any strides; see `walk`.
-        top_q, top_k, R, split, DOWN: as for `write_columns`.
+        top_q, top_k, R, split, OF_KEYS: as for `write_columns`.
         out: contiguous, R wide, in the dtype of the factor.
         WIDTH: a power of two, at least R.
         PARTNER: which of three columns is added to the first one.
@@ -174,10 +182,10 @@ def write_gradient(
     columns = tl.arange(0, WIDTH)
     front, here, inside = columns < split, columns < R, rows < walk.rows
     source = tl.where(front, 3 * columns, columns + 2 * split).to(tl.int64)
-    where = found + own + rows[:, None] * walk.strides[4] + source[None, :] * walk.strides[5]
+    where = found + own + rows[:, None] * walk.stride_rows + source[None, :] * walk.stride_columns
     present = inside[:, None] & here[None, :]
     x = tl.load(where, mask=present, other=0.0)
-    partner = where + PARTNER * walk.strides[5]
+    partner = where + PARTNER * walk.stride_columns
     both = x + tl.load(partner, mask=present & front[None, :], other=0.0)
     x = tl.where(front[None, :], both, x)
     n = balance_power(
@@ -185,7 +193,7 @@ def write_gradient(
         tl.load(top_k + top + columns, mask=here, other=0.0),
     )
     to = (lead * walk.rows + rows)[:, None] * R + columns[None, :]
-    tl.store(out + to, x * power_of_two(-n if DOWN else n)[None, :], mask=present)
+    tl.store(out + to, x * power_of_two(-n if OF_KEYS else n)[None, :], mask=present)
 
 
 @triton.jit(do_not_specialize=["R", "split", "programs_q"])

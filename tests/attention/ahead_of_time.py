@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -216,12 +216,18 @@ def compile_factors(
     split: int,
     scale: float | Tensor | None,
     again: Mapping[str, torch.dtype] | None = None,
+    wanted: Collection[str] = ("phi_q", "phi_k"),
 ) -> list[Compiled]:
-    """Compile what `columns_by_name` would launch for fp16 columns, and `column_gradients` back."""
+    """Compile what `columns_by_name` would launch for fp16 columns, and `column_gradients` back.
+
+    Args:
+        phi_q, phi_k, split, scale, again: see there.
+        wanted: whose gradients are wanted.
+    """
     tops = column_tops(phi_q, phi_k)
     with _recording() as compiled, mock.patch.object(factor_launch, "_is_readable", lambda _: True):
         made = columns_by_name(phi_q, phi_k, tops, split, torch.float16, scale, again)
-        found = {name: made[name].float() for name in ("phi_q", "phi_k")}
+        found = {name: made[name].float() for name in wanted}
         column_gradients(phi_q, phi_k, split, found, tops)
     return compiled
 

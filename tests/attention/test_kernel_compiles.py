@@ -289,6 +289,13 @@ def test_calls_that_have_no_parts(option: str) -> None:
     assert found.ptx == whole.ptx
 
 
+@pytest.mark.parametrize("wanted", ["phi_q", "phi_k"])
+def test_the_gradient_of_one_factor_compiles(wanted: str) -> None:
+    phi_q, phi_k = torch.zeros(2, 3, 49, 17), torch.zeros(3, 40, 17)
+    compiled = compile_factors(phi_q, phi_k, 5, 0.125, wanted=[wanted])
+    assert [c.name for c in compiled] == ["factor_columns_kernel", "factor_gradients_kernel"]
+
+
 @pytest.mark.parametrize("dtype", [FP16, BF16])
 @pytest.mark.parametrize("scales", ["number", "heads", "undivided"])
 def test_kernels_of_factors_compile(scales: str, dtype: torch.dtype, tmp_path: Path) -> None:
