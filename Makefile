@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 EXAMPLE := examples/swinv2_cifar10/model.safetensors
 DEMO := build/demo/model.flashbias.safetensors
 
-.PHONY: demo test lint types unit interpreter device abuse gpu clean help
+.PHONY: demo test lint types unit interpreter device abuse oldest-triton gpu clean help
 
 help:
 	@echo "make demo   convert a trained SwinV2 and compare it with the original"
 	@echo "make test   lint, type check and run every test that needs no GPU"
 	@echo "make abuse  damaged files, killed writers, random calls: minutes, with counts at the end"
+	@echo "make oldest-triton  compile all kernels with the oldest Triton that is supported"
 	@echo "make gpu    run the operator and device suites on this machine's card"
 	@echo "make clean  remove the virtual environment and build outputs"
 
@@ -57,6 +58,12 @@ abuse: $(VENV)/.installed-dev
 		tests/checkpoint/streaming/test_memory.py::test_memory_stays_below_the_largest_shard
 	FLASHBIAS_ABUSE=full TRITON_INTERPRET=1 \
 		$(BIN)/python -m pytest -q -n auto tests/abuse/test_operator.py
+
+# every form of the kernels, compiled for a Hopper card; needs no card
+OLDEST := build/triton-3.6.0
+oldest-triton: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLDEST) triton==3.6.0
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -q -n auto tests/attention -k compile
 
 gpu:
 	python scripts/gpu_suite.py

@@ -180,5 +180,5 @@ def _walk(walked: Tensor, top: Tensor | None) -> tuple[Any, int]:
     sizes, (own, of_top) = [1] * lead + sizes, ([0] * lead + s for s in strides)
     head = 0 if top is None or top.shape[-3] == 1 else top.stride(-3)
     own_walk = (*own, *own_strides("q", walked))
-    walk = FactorWalk(n, sizes[1], sizes[2], heads, *own_walk, *of_top, head)
+    walk = FactorWalk._make((n, sizes[1], sizes[2], heads, *own_walk, *of_top, head))
     return walk, heads * math.prod(sizes)
