@@ -12,6 +12,7 @@ import flashbias_convert
 PACKAGE = Path(flashbias_convert.__file__).parent
 LAYERS = [
     {"errors", "about", "kept", "seals", "assignment", "cost_tables", "tracing"},
+    {"relative_positions"},
     {"options"},
     {"terms"},
     {"builder_module", "trained_terms", "built_terms"},
