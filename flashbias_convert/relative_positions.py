@@ -11,9 +11,17 @@ from torch import Tensor
 
 
 def window_of(module: Any) -> tuple[int, ...]:
-    """The sides of a module's `window_size`; one number is that of a square."""
+    """The sides of a module's `window_size`; one number is that of a square, () means no window."""
     size = module.window_size
-    return (size, size) if isinstance(size, int) else tuple(int(side) for side in size)
+    try:
+        return (size, size) if isinstance(size, int) else tuple(int(side) for side in size)
+    except (TypeError, ValueError):
+        return ()
+
+
+def table_entries(sides: Sequence[int]) -> int:
+    """How many offsets there are in a window, each with an entry in its table; 0 in none."""
+    return math.prod(2 * side - 1 for side in sides) if sides else 0
 
 
 def window_index(sides: Sequence[int]) -> Tensor:
@@ -23,8 +31,7 @@ def window_index(sides: Sequence[int]) -> Tensor:
         sides: of the window.
 
     Returns:
-        int64, shape (N, N) with N the product of the sides, into a table with the product of
-        ``2 side - 1`` entries.
+        int64, shape (N, N) with N the product of the sides, into a table of `table_entries`.
     """
     axes = torch.meshgrid(*(torch.arange(side) for side in sides), indexing="ij")
     n = math.prod(sides)

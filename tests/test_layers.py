@@ -24,7 +24,7 @@ LAYERS = [
     {"hooks"},
     {"patched_attention", "masks", "causal", "fallback", "window_map", "pair_features"},
     {"patched_owner"},
-    {"causal_owner", "windows", "freshness", "encoder_attention"},
+    {"causal_owner", "windows", "handed_index", "freshness", "encoder_attention"},
     {"recipe", "plan", "swap", "selection"},
     {"tables", "trial", "no_site", "refused", "pair_attention", "training_plan"},
     {"parallel", "bare", "triangle_attention", "factors_once"},

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from flashbias_convert.relative_positions import log_coordinates, window_index, window_of
+from flashbias_convert.relative_positions import (
+    log_coordinates,
+    table_entries,
+    window_index,
+    window_of,
+)
 from tests.timm_abilities import needs
 
 
@@ -32,7 +36,8 @@ def test_the_index_tells_offsets_apart(sides: tuple[int, ...]) -> None:
         for side, at, other in zip(sides, query, key, strict=True):
             entry = entry * (2 * side - 1) + at - other + side - 1
         assert index[i, j] == entry
-    assert len(index.unique()) == math.prod(2 * side - 1 for side in sides)
+    assert len(index.unique()) == int(index.max()) + 1 == table_entries(sides)
+    assert table_entries(()) == 0
 
 
 @pytest.mark.parametrize("sides", [(4, 4), (2, 5)])
