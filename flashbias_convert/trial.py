@@ -28,13 +28,13 @@ def has_parts(module: nn.Module, *names: str, kind: type | tuple[type, ...] = ob
 class Trial:
     """A copy of a module, and numbers to run it with, the same ones in every trial.
 
-    Attributes:
-        twin: the copy, in float64 on the CPU, in eval mode, without gradients; what it holds may
-            be written to.
-
     Args:
         module: the module, which stays as it is.
         what: whose parts it has, for the message.
+
+    Attributes:
+        twin: the copy, in float64 on the CPU, in eval mode, without gradients; what it holds may
+            be written to.
     """
 
     def __init__(self, module: nn.Module, what: str) -> None:
@@ -90,12 +90,12 @@ def plain_attention(
     Args:
         q, k, v: shapes (*batch, H, N, D), (*batch, H, M, D), (*batch, H, M, D).
         bias: added to the scores, of any shape that fits (*batch, H, N, M).
-        scale: of the scores; one number, or one a head, shape (H,).
+        scale: of the scores; one number, or H, one for each head.
         cosine: whether queries and keys are normalised.
     """
     if cosine:
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-    scale = scale[:, None, None] if isinstance(scale, Tensor) and scale.dim() else scale
+    scale = scale.reshape(-1, 1, 1) if isinstance(scale, Tensor) else scale
     weights = (scale * (q @ k.mT) + bias).softmax(-1)
     return (weights @ v).transpose(-3, -2).flatten(-2)
 
