@@ -106,6 +106,8 @@ GROUPS = {
     "tuning": [
         "tune_attention.py --two-entries --shapes 'triangle dense' 't5 dense' 'pangu dense' "
         "--resume --output {output}/tune_entries.csv",
+        "tune_backward.py --trained --kernels queries keys all --head-sizes 16 --columns 16 "
+        "--resume --output {output}/tune_backward.csv",
         "tune_backward.py --resume --output {output}/tune_backward.csv",
     ],
     "sanitizer": ["sanitize_kernel.py --backward --resume --output {output}/sanitizer.json"],

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tests.support import Float64Throughout, assert_parity
+from tests.support import Float64Throughout, Nearby, assert_parity, nudged
 
 
 @pytest.fixture
@@ -29,6 +29,39 @@ def test_refuses_a_spread_out_error_that_no_single_value_shows(truth: torch.Tens
     plain[0] += 1e-3
     with pytest.raises(AssertionError, match="root_mean_square error"):
         assert_parity(truth.float() + 1e-3, plain, truth)
+
+
+def draws(truth: torch.Tensor, *errors: float) -> Nearby:
+    """Plain values with these errors, one after the other, and the last one from then on."""
+    return lambda number: (truth.float() + errors[min(number, len(errors)) - 1], truth)
+
+
+def test_a_lucky_draw_of_the_plain_error_is_not_the_last_word(truth: torch.Tensor) -> None:
+    actual, plain = truth.float() + 3e-3, truth.float() + 1e-3
+    assert_parity(actual, plain, truth, nearby=draws(truth, 1e-3, 2e-3))
+
+
+def test_more_draws_do_not_excuse_what_none_of_them_shows(truth: torch.Tensor) -> None:
+    actual, plain = truth.float() + 3e-3, truth.float() + 1e-3
+    with pytest.raises(AssertionError, match="in 9 draws"):
+        assert_parity(actual, plain, truth, nearby=draws(truth, 1e-3))
+
+
+def test_draws_must_be_finite(truth: torch.Tensor) -> None:
+    actual, plain = truth.float() + 3e-3, truth.float() + 1e-3
+    with pytest.raises(AssertionError, match="not finite"):
+        assert_parity(actual, plain, truth, nearby=draws(truth, math.nan))
+
+
+def test_a_nudged_model_is_another_by_rounding_alone() -> None:
+    model = torch.nn.Linear(40, 30).half()
+    before = model.weight.detach().clone()
+    twin = nudged(model, 1)
+    assert torch.equal(model.weight, before)
+    steps = (twin.weight - before).abs() / (before.abs() * torch.finfo(torch.half).eps)
+    assert 0.4 < steps.count_nonzero().item() / steps.numel() < 0.9 and steps.max().item() <= 2
+    assert torch.equal(nudged(model, 1).weight, twin.weight)
+    assert not torch.equal(nudged(model, 2).weight, twin.weight)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

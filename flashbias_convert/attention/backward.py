@@ -8,7 +8,7 @@ the same bits, unless it lets `backward_atomic` do a part.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .backward_atomic import all_gradients, is_served
 from .backward_kernel import run_kernel
-from .backward_launch import FACTORS, GroupCall, TooManyBatchDimensions, share
+from .backward_launch import GroupCall, TooManyBatchDimensions, share
 from .backward_pairs import pair_gradients
 from .backward_rows import key_gradients, query_gradients
 from .launch_plan import on_device
@@ -24,6 +24,9 @@ from .normalize import normalize_rows
 from .packing import GroupSpec, parse_spec
 from .strides import TAILS, batch_entry, padded
 from .training_packing import factor_gradients, rounded
+
+#: What a gradient of a factor is a product with.
+_OTHER = {"phi_q": "phi_k", "phi_k": "phi_q"}
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,7 @@ def attention_gradients(
         if want and name != "head_scale"
     }
     tensors = _call_tensors(saved, dout, found)
-    if of_call["head_scale"]:
-        assert saved.head_scale is not None
-        found["head_scale"] = torch.zeros_like(saved.head_scale)
+    of_heads: list[tuple[Tensor, Tensor | None]] = []
     of_terms: list[Tensor | None] = []
     for spec in parse_spec(saved.spec):
         first = len(of_terms)
@@ -79,9 +80,8 @@ def attention_gradients(
         names = [n for n, want in zip(raw, wanted[4 + first : 4 + last], strict=True) if want]
         own_spec, own = rounded(
             spec, raw, half=saved.v.dtype != torch.float32, scale=saved.scale,
-            head_scale=saved.head_scale,
+            head_scale=saved.head_scale, again=_met_by_scores(names, saved.v.dtype),
         )  # fmt: skip
-        own |= _rounded_factors(own, names, saved.v.dtype, own_spec.split)
         call = GroupCall(
             own_spec, {**tensors, **own}, saved.scale, saved.query_start, saved.causal,
             saved.cosine, not saved.deterministic,
@@ -90,54 +90,30 @@ def attention_gradients(
         with on_device(dout.device):
             gradients = group_gradients(call, frozenset(names + also))
         if also:
-            _place(found["head_scale"], gradients.pop("scale")[:, 0], own.get("heads"))
+            of_heads.append((gradients.pop("scale")[:, 0], own.get("heads")))
         gradients = factor_gradients(spec, raw, gradients)
         of_terms += [
             gradients[n].to(t.dtype).contiguous() if n in names else None for n, t in raw.items()
         ]
     _merge_heads(saved, tensors, found)
+    if of_call["head_scale"]:
+        found["head_scale"] = _placed(of_heads, saved.q.shape[-3])
     return found, of_terms
 
 
-def _rounded_factors(
-    own: Mapping[str, Tensor], wanted: Collection[str], dtype: torch.dtype, split: int
-) -> dict[str, Tensor]:
+def _met_by_scores(wanted: Collection[str], dtype: torch.dtype) -> dict[str, torch.dtype]:
     """What gradients of scores in bf16 are multiplied with, for those of the factors `wanted`: of
     each the other one, in that dtype.
 
     The kernels could round the tiles of fp16 that scores are made of. But ptxas 12.8, which Triton
     3.4 to 3.7 bring along, compiles products with such tiles wrongly for Hopper: it reads a uniform
-    register that nothing has written, for where the tile lies. And split columns keep two parts of
+    register that nothing has written, for where the tile lies. And split columns have two parts of
     bf16 here, not two of fp16 that lose bits of their own: distances cancel, and with a rounding of
     8 bits gradients of their weights were off by 5 %.
     """
     if dtype != torch.bfloat16:
         return {}
-    found = {}
-    for name in sorted(FACTORS & set(wanted)):
-        other, low = ("phi_k", 1) if name == "phi_q" else ("phi_q", 2)
-        found[f"{other}_rounded"] = _in_two_parts(own[other], dtype, split, low)
-    return found
-
-
-def _in_two_parts(columns: Tensor, dtype: torch.dtype, split: int, low: int) -> Tensor:
-    """Columns of `factor_columns` rounded anew.
-
-    Args:
-        columns: shape (..., COLUMNS), the first 3 * split of them triples.
-        dtype: of the result.
-        split: how many triples.
-        low: which of a triple is the low part; the first one is the high part.
-    """
-    found = columns.to(dtype)
-    if split:
-        triples = columns[..., : 3 * split].float().unflatten(-1, (split, 3))
-        whole = triples[..., 0] + triples[..., low]
-        high = whole.to(dtype)
-        parts = found[..., : 3 * split].unflatten(-1, (split, 3))
-        parts[..., 0] = high
-        parts[..., low] = whole - high
-    return found
+    return {_OTHER[name]: dtype for name in wanted if name in _OTHER}
 
 
 def empty_gradient(x: Tensor) -> Tensor:
@@ -180,11 +156,15 @@ def _merge_heads(saved: Saved, tensors: dict[str, Tensor], found: dict[str, Tens
             found[name].copy_(tensors[f"d{name}"].unflatten(-3, (kv_heads, -1)).sum(-3))
 
 
-def _place(total: Tensor, part: Tensor, heads: Tensor | None) -> None:
-    if heads is None:
-        total.copy_(part)
-    else:
-        total.index_copy_(0, heads.long(), part)
+def _placed(parts: Sequence[tuple[Tensor, Tensor | None]], heads: int) -> Tensor:
+    """Numbers of all heads (H,), from those of groups and which heads these are; None for all."""
+    if parts[0][1] is None:
+        return parts[0][0]
+    total = parts[0][0].new_empty(heads)
+    for part, own in parts:
+        assert own is not None
+        total.index_copy_(0, own.long(), part)
+    return total
 
 
 def _row_sums(tensors: dict[str, Tensor]) -> None:

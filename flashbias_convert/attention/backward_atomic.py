@@ -7,7 +7,8 @@ the same bits every time.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -51,13 +52,12 @@ def all_gradients(call: GroupCall, wanted: Collection[str]) -> dict[str, Tensor]
 
     n, m, d, _ = call.sizes()
     settings = call.settings("all", wanted)  # of the call as it was given
-    sums, device = {}, call.tensors["q"].device
-    if "dq" in call.tensors:
-        shape = (*call.batch, call.heads, n, d)
-        sums["q_sums"] = torch.zeros(shape, dtype=torch.float32, device=device)
+    shapes = {}
     if "phi_q" in wanted:
-        shape = tuple(call.tensors["phi_q"].shape)
-        sums["phi_q_sums"] = torch.zeros(shape, dtype=torch.float32, device=device)
+        shapes["phi_q_sums"] = tuple(call.tensors["phi_q"].shape)
+    if "dq" in call.tensors:
+        shapes["q_sums"] = (*call.batch, call.heads, n, d)
+    sums = _zeros(shapes, call.tensors["q"].device)
     call = dataclasses.replace(call, tensors={**call.tensors, **sums})
     by_key = [name for name in BY_KEY if name in wanted]
     programs = -(-m // settings.block_n) * call.heads
@@ -78,6 +78,16 @@ def all_gradients(call: GroupCall, wanted: Collection[str]) -> dict[str, Tensor]
         own = (call.heads, 1) if name == "scale" else tuple(call.tensors[name].shape)
         found[name] = shares.total(buffers[name], own)
     return found
+
+
+def _zeros(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> dict[str, Tensor]:
+    """fp32 zeros by name, in one piece of memory that one launch fills.
+
+    What comes first must fill whole vectors, as factors do.
+    """
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    parts = torch.zeros(sum(sizes), dtype=torch.float32, device=device).split(sizes)
+    return {name: t.view(shape) for (name, shape), t in zip(shapes.items(), parts, strict=True)}
 
 
 def _buffer(call: GroupCall, name: str, shares: Shares) -> Tensor:

@@ -199,14 +199,17 @@ class Shares:
         return torch.empty((self.slots, *shape), dtype=torch.float32, device=like.device)
 
     def total(self, buffer: Tensor, shape: Sequence[int]) -> Tensor:
-        """A buffer (slots, G, ...) summed to a tensor of `shape` that broadcasts to it."""
-        sums = buffer.unflatten(0, (self.splits, *self.lead))
-        sums = sums[0] if self.splits == 1 else sums.sum(0)
-        return sum_to(sums, shape)
+        """A buffer (slots, G, ...) summed to a tensor of `shape` that broadcasts to it.
+
+        Sums over splits are those over one more dimension in front: one launch for all.
+        """
+        return sum_to(buffer.unflatten(0, (self.splits, *self.lead)), shape)
 
 
 def sum_to(x: Tensor, shape: Sequence[int]) -> Tensor:
     """`x` summed over what a tensor of `shape` broadcasts over."""
+    if x.numel() == math.prod(shape):  # torch would launch a sum over single numbers, too
+        return x.reshape(tuple(shape))
     extra = max(len(shape) - x.dim(), 0)  # leading ones
     return x.sum_to_size(tuple(shape[extra:])).reshape(tuple(shape))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..terms.constants import is_watched
+from .factors import scale_size
 from .launch_plan import MAX_PLANS, LaunchPlan, layout_of
 from .strides import MAX_BATCH_DIMS, batch_strides, collapse_batch, own_strides, padded
 
@@ -46,49 +47,58 @@ def _is_readable(tensor: Tensor) -> bool:
 
 
 def launch_columns(
-    phi: Tensor,
+    factors: tuple[Tensor, Tensor],
     tops: Sequence[Tensor],
     split: int,
-    out: Tensor,
+    outs: Mapping[str, Tensor],
     *,
-    of_keys: bool,
-    size: float | Tensor | None,
-    in_parts: bool,
+    scale: float | Tensor | None,
 ) -> None:
-    """Write the columns of one factor; see `factor_columns`.
+    """Write the columns of both factors; see `factor_columns`.
 
     Args:
-        phi: (*batch, H, N, R), with batch dimensions that `is_served` has allowed.
-        tops: of both factors, see `factors.column_tops`; none for factors that need no balance.
-        split: how many columns become triples.
-        out: contiguous (*batch, H, N, COLUMNS); zeros are written past the last column.
-        of_keys: it is phi_k.
-        size: what it is divided by, fp32 (H,) if heads differ in it.
-        in_parts: triples hold high and low parts, and not the same number three times.
+        factors: phi_q and phi_k, (*batch, H, N or M, R), with batch dimensions that `is_served` has
+            allowed.
+        tops: of both, see `factors.column_tops`; none for factors that need no balance.
+        split: how many columns become triples: of high and low parts, or the same number three
+            times for queries without a scale.
+        outs: "out_q" and "out_k", contiguous (*batch, H, N or M, COLUMNS), and where they are
+            wanted in another dtype, too, "again_q" and "again_k". Zeros are written past the last
+            column.
+        scale: by whose size phi_q is divided, fp32 (H,) if heads differ in it.
     """
-    sizes = (size,) if isinstance(size, Tensor) else ()
-    kind = (split, of_keys, size is None, in_parts)
-    key = (phi.device, kind, *layout_of((phi, *tops[of_keys : of_keys + 1], *sizes, out)))
+    given = dict(zip(("phi_q", "phi_k", *_TOPS), (*factors, *tops), strict=False))
+    tensors, device, size = {**given, **outs}, factors[0].device, None
+    if isinstance(scale, Tensor):
+        tensors["scales"] = scale
+    elif scale is not None:
+        size = float(scale_size(scale))  # of an integer Triton might make a constant
+        size = _reciprocal(size) if device.type == "cuda" else size
+    key = (device, split, scale is None, *tensors, *layout_of(tensors.values()))
     plan = _PLANS.get(key)
     if plan is None:
-        plan = _keep(key, _columns_plan(phi, tops, split, out, of_keys, size, in_parts))
-    numbers = () if size is None or sizes else (float(size),)
-    plan.run(
-        phi.device,
-        (phi, *tops, *sizes, out),
-        [_reciprocal(number) for number in numbers] if phi.is_cuda else numbers,
-    )
+        plan = _keep(key, _columns_plan(tensors, split, scale, device.type == "cuda"))
+    plan.run(device, tensors.values(), () if size is None else (size,))
 
 
-def launch_gradient(
-    found: Tensor, tops: Sequence[Tensor], split: int, out: Tensor, *, of_keys: bool
+def launch_gradients(
+    found: Mapping[str, Tensor], tops: Sequence[Tensor], split: int, outs: Mapping[str, Tensor]
 ) -> None:
-    """Write the gradient of one factor, contiguous (*batch, H, N, R); see `column_gradients`."""
-    key = (found.device, split, of_keys, *layout_of((found, tops[of_keys], out)))
+    """Write gradients of factors; see `column_gradients`.
+
+    Args:
+        found: "found_q" or "found_k" or both, fp32 (*batch, H, N or M, COLUMNS).
+        tops, split: as for `launch_columns`.
+        outs: "out_q" or "out_k" or both, contiguous (*batch, H, N or M, R) in any dtype that a
+            factor has.
+    """
+    tensors = {**found, **dict(zip(_TOPS, tops, strict=True)), **outs}
+    device = tops[0].device
+    key = (device, split, *tensors, *layout_of(tensors.values()))
     plan = _PLANS.get(key)
     if plan is None:
-        plan = _keep(key, _gradient_plan(found, tops, split, out, of_keys))
-    plan.run(found.device, (found, *tops, out))
+        plan = _keep(key, _gradients_plan(tensors, split))
+    plan.run(device, tensors.values())
 
 
 def _keep(key: Hashable, plan: LaunchPlan) -> LaunchPlan:
@@ -105,82 +115,70 @@ def _reciprocal(number: float) -> float:
 
 
 def _columns_plan(
-    phi: Tensor,
-    tops: Sequence[Tensor],
-    split: int,
-    out: Tensor,
-    of_keys: bool,
-    size: float | Tensor | None,
-    in_parts: bool,
+    tensors: Mapping[str, Tensor], split: int, scale: float | Tensor | None, inverse: bool
 ) -> LaunchPlan:
     from .triton_columns import factor_columns_kernel as kernel
 
-    low = 1 if of_keys else 2
+    columns = tensors["out_q"].shape[-1]
     arguments = {
-        "R": phi.shape[-1],
+        "R": tensors["phi_q"].shape[-1],
         "split": split,
-        "COLUMNS": out.shape[-1],
-        "LOW": low if in_parts else -1,
-        "DOWN": of_keys,
-        "INVERSE": phi.is_cuda,
-        "ROWS": max(1, TILE // out.shape[-1]),
+        "COLUMNS": columns,
+        "WHOLE": scale is None,
+        "INVERSE": inverse,
+        "ROWS": max(1, TILE // columns),
     }
-    sizes = ["sizes"] if isinstance(size, Tensor) else []
-    tensors = ["phi", *_TOPS[: len(tops)], *sizes, "out"]
-    numbers = [] if size is None or sizes else ["size"]
-    return _plan(kernel, arguments, tensors, numbers, phi, tops[of_keys] if tops else None)
+    numbers = [] if scale is None or "scales" in tensors else ["size"]
+    return _plan(kernel, arguments, tensors, numbers, "phi")
 
 
-def _gradient_plan(
-    found: Tensor, tops: Sequence[Tensor], split: int, out: Tensor, of_keys: bool
-) -> LaunchPlan:
+def _gradients_plan(tensors: Mapping[str, Tensor], split: int) -> LaunchPlan:
     from .triton_columns import factor_gradients_kernel as kernel
 
-    width = padded(out.shape[-1])
-    arguments = {
-        "R": out.shape[-1],
-        "split": split,
-        "WIDTH": width,
-        "PARTNER": 2 if of_keys else 1,
-        "DOWN": of_keys,
-        "ROWS": max(1, TILE // width),
-    }
-    return _plan(kernel, arguments, ["found", *_TOPS, "out"], [], found, tops[of_keys])
+    rank = tensors["top_q"].shape[-1]
+    width = padded(rank)
+    arguments = {"R": rank, "split": split, "WIDTH": width, "ROWS": max(1, TILE // width)}
+    return _plan(kernel, arguments, tensors, [], "found")
 
 
 def _plan(
     kernel: Any,
     arguments: dict[str, Any],
-    tensors: list[str],
+    tensors: Mapping[str, Tensor],
     numbers: list[str],
-    walked: Tensor,
-    top: Tensor | None,
+    walked: str,
 ) -> LaunchPlan:
-    """A launch that walks a matrix, with `top` of the same factor."""
-    from .triton_columns import FactorWalk
-
-    heads, n = walked.shape[-3:-1]
-    sizes, strides = _batch(walked, top)
-    lead = MAX_BATCH_DIMS - len(sizes)
-    sizes, (own, of_top) = [1] * lead + sizes, ([0] * lead + s for s in strides)
-    head = 0 if top is None or top.shape[-3] == 1 else top.stride(-3)
-    walk = FactorWalk(
-        n, sizes[1], sizes[2], heads, (*own, *own_strides("q", walked)), (*of_top, head)
-    )
-    values = {name: arguments.get(name) for name in kernel.arg_names} | {"walk": walk}
+    """A launch whose programs walk one or both of the matrices `walked` + "_q" and "_k"."""
+    values = {name: arguments.get(name) for name in kernel.arg_names}
+    programs = {"q": 0, "k": 0}
+    for end in programs:
+        matrix = tensors.get(f"{walked}_{end}")
+        if matrix is not None:
+            walk, matrices = _walk(matrix, tensors.get(f"top_{end}"))
+            values[f"walk_{end}"] = walk
+            programs[end] = -(-walk.rows // arguments["ROWS"]) * matrices
+    values["programs_q"] = programs["q"]
     return LaunchPlan(
         kernel,
         values,
         tensors,
         numbers,
-        grid=-(-n // arguments["ROWS"]) * heads * math.prod(sizes),
+        grid=programs["q"] + programs["k"],
         # products that were merged with sums would be rounded once, where torch rounds twice
         options={"enable_fp_fusion": False},
     )
 
 
-def _batch(walked: Tensor, top: Tensor | None) -> tuple[list[int], list[list[int]]]:
-    """Sizes of batch dimensions, and strides over them of a matrix and of what belongs to it."""
-    batch = tuple(walked.shape[:-3])
+def _walk(walked: Tensor, top: Tensor | None) -> tuple[Any, int]:
+    """A `FactorWalk` through a matrix, with `top` of the same factor; and how many matrices."""
+    from .triton_columns import FactorWalk
+
+    batch, (heads, n) = tuple(walked.shape[:-3]), walked.shape[-3:-1]
     both = [batch_strides("q", t, batch) for t in (walked, walked if top is None else top)]
-    return collapse_batch(batch, both)
+    sizes, strides = collapse_batch(batch, both)
+    lead = MAX_BATCH_DIMS - len(sizes)
+    sizes, (own, of_top) = [1] * lead + sizes, ([0] * lead + s for s in strides)
+    head = 0 if top is None or top.shape[-3] == 1 else top.stride(-3)
+    own_walk, top_walk = (*own, *own_strides("q", walked)), (*of_top, head)
+    walk = FactorWalk(n, sizes[1], sizes[2], heads, own_walk, top_walk)
+    return walk, heads * math.prod(sizes)

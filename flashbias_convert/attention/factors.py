@@ -29,25 +29,33 @@ def effective_factors(term: LowRank) -> tuple[Tensor, Tensor]:
     return phi_q, term.phi_k
 
 
-def balance(phi_q: Tensor, phi_k: Tensor) -> tuple[Tensor, Tensor]:
+def balance(
+    phi_q: Tensor, phi_k: Tensor, tops: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """Scale the columns of each matrix by powers of two so that both factors have like sizes.
 
     The products stay the same bit for bit (barring fp32 overflow), and both factors fit fp16 if
     their product does. Shapes (*batch, H, N, R) and (*batch, H, M, R). Nothing is read back from
     the device.
+
+    Args:
+        phi_q, phi_k: the factors.
+        tops: their `column_tops`, if somebody has them already.
     """
-    step = balance_step(phi_q, phi_k)
+    step = balance_step(*(tops or column_tops(phi_q, phi_k)))
     return phi_q * step, phi_k / step
 
 
-def balance_step(phi_q: Tensor, phi_k: Tensor) -> Tensor:
+def balance_step(top_q: Tensor, top_k: Tensor) -> Tensor:
     """What `balance` multiplies phi_q by, (..., 1, R): a power of two next to a square root.
 
     Where there is fp64 it is exactly that of the fp32 quotient of largest entries, on every device
     and in `triton_columns` alike: near half-way cases an fp32 logarithm may fall on either side.
+
+    Args:
+        top_q, top_k: see `column_tops`.
     """
-    top_q, top_k = column_tops(phi_q, phi_k)
-    lead = min(phi_q.dim(), phi_k.dim())
+    lead = min(top_q.dim(), top_k.dim())
     # leading dimensions that only one factor has are gone, so that the step fits the other one
     top_q, top_k = (top.reshape(top.shape[top.dim() - lead :]) for top in (top_q, top_k))
     usable = (top_q > 0) & (top_k > 0)
@@ -89,6 +97,12 @@ def _column_top(phi: Tensor, other: Tensor) -> Tensor:
 def scale_size(scale: float) -> float:
     """What factors are divided by and the exponential multiplies again: |scale|, or 1."""
     return abs(scale) if abs(scale) >= SMALLEST_SCALE else 1.0
+
+
+def scale_sizes(scales: Tensor) -> Tensor:
+    """`scale_size` of each number."""
+    sizes = scales.abs()
+    return torch.where(sizes < SMALLEST_SCALE, 1.0, sizes)
 
 
 def high_low(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,8 @@ from .factor_columns import (
     factor_columns,
     padded_columns,
 )
-from .factors import SMALLEST_SCALE, effective_factors
+from .factors import SMALLEST_SCALE as SMALLEST_SCALE
+from .factors import effective_factors
 from .selection import Selection, with_selections
 
 
@@ -106,11 +107,6 @@ def parse_spec(spec: str) -> tuple[GroupSpec, ...]:
 
 #: What the kernel reads when there is no bias.
 NO_BIAS = PackedBias((GroupSpec(None),), [])
-
-
-def scale_size(scale: float) -> float:
-    """What factors are divided by and the exponential multiplies again: |scale|, or 1."""
-    return abs(scale) if abs(scale) >= SMALLEST_SCALE else 1.0
 
 
 def pack(bias: ScoreBias, *, half: bool, scale: float | None = None) -> PackedBias:
@@ -292,16 +288,15 @@ def _pack_factors(
     the scale before it takes the parts.
     """
     dtype = torch.float16 if half else torch.float32
-    size = None if scale is None else scale_size(scale)
     if len(terms) == 1:
         count, phi_q, phi_k = leading_columns(terms[0], half)
         balanced = isinstance(terms[0], Selection)
-        return count, *factor_columns(phi_q, phi_k, count, dtype, size, balanced=balanced)
+        return count, *factor_columns(phi_q, phi_k, count, dtype, scale, balanced=balanced)
     split_q, split_k, plain_q, plain_k = [], [], [], []
     for term in terms:
         count, phi_q, phi_k = leading_columns(term, half)
         balanced = isinstance(term, Selection)
-        packed_q, packed_k = columns_by_torch(phi_q, phi_k, count, dtype, size, balanced=balanced)
+        packed_q, packed_k = columns_by_torch(phi_q, phi_k, count, dtype, scale, balanced=balanced)
         split_q.append(packed_q[..., : 3 * count])
         split_k.append(packed_k[..., : 3 * count])
         plain_q.append(packed_q[..., 3 * count :])

@@ -1,8 +1,7 @@
 """From a bias to what the kernels read when gradients are wanted.
 
 Rounding to half precision would round gradients, too. So the tensors that reach the operator stay
-as they are, factors in fp32, and are rounded inside it, by `rounded`; `factor_gradients` is the
-way back.
+as they are, and factors are rounded inside it, by `rounded`; `factor_gradients` is the way back.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..terms import Alibi, Axial, Diagonal, LowRank, ScoreBias, Term
-from .factor_columns import bucket, column_gradients, factor_columns
+from .factor_columns import bucket, column_gradients, columns_by_name, readable
+from .factors import column_tops
 from .packing import (
-    SMALLEST_SCALE,
     GroupSpec,
     PackedBias,
     first_fields,
@@ -25,12 +24,15 @@ from .packing import (
     heads_of,
     leading_columns,
     pack_term,
-    scale_size,
     side_by_side,
     spec_fields,
     splits,
     unsupported,
 )
+
+#: Largest entries of the columns of factors: forward and backward pass balance by them, which no
+#: gradient goes through.
+TOPS = ("top_q", "top_k")
 
 #: Most rows or columns of an image whose axial terms have gradients in the fp32 kernel.
 MAX_AXIAL = 128
@@ -64,8 +66,8 @@ def pack_for_training(bias: ScoreBias, *, half: bool) -> PackedBias:
         half: whether q, k and v are in half precision.
 
     Returns:
-        Tensors by group of heads as in `pack`, but `phi_q` and `phi_k` of a group are fp32,
-        without rounding, with the columns in front that are to be split.
+        Tensors by group of heads as in `pack`, but `phi_q` and `phi_k` of a group are not rounded,
+        with the columns in front that are to be split; `top_q` and `top_k` are their `column_tops`.
     """
     bias = for_kernel(bias, half=half)
     specs, flat = [], []
@@ -85,6 +87,8 @@ def _pack_group(
     if thin:
         count, tensors["phi_q"], tensors["phi_k"] = _columns(thin, half)
         spec |= {"columns": tensors["phi_q"].shape[-1], "split": count}
+        tops = column_tops(tensors["phi_q"], tensors["phi_k"])
+        tensors |= dict(zip(TOPS, tops, strict=True))
     for term in chosen.terms:
         if not isinstance(term, LowRank):
             spec |= spec_fields(term)
@@ -96,12 +100,12 @@ def _columns(terms: list[LowRank], half: bool) -> tuple[int, Tensor, Tensor]:
     """Number of columns to split, and phi_q and phi_k with those columns in front."""
     if len(terms) == 1:
         count, phi_q, phi_k = leading_columns(terms[0], half)
-        return count, phi_q.float(), phi_k.float()
+        return count, readable(phi_q), readable(phi_k)
     front: list[tuple[Tensor, Tensor]] = []
     back: list[tuple[Tensor, Tensor]] = []
     for term in terms:
         count, phi_q, phi_k = leading_columns(term, half)
-        phi_q, phi_k = phi_q.float(), phi_k.float()
+        phi_q, phi_k = readable(phi_q), readable(phi_k)
         front.append((phi_q[..., :count], phi_k[..., :count]))
         back.append((phi_q[..., count:], phi_k[..., count:]))
     phi_q, phi_k = (side_by_side([pair[i] for pair in front + back]) for i in (0, 1))
@@ -139,6 +143,7 @@ def rounded(
     half: bool,
     scale: float,
     head_scale: Tensor | None,
+    again: Mapping[str, torch.dtype] | None = None,
 ) -> tuple[GroupSpec, dict[str, Tensor]]:
     """The group as the kernels read it, with factors rounded and divided by the scale's size.
 
@@ -147,23 +152,24 @@ def rounded(
         half: whether factors are rounded to fp16.
         scale: the scale of q k, unless heads differ in it.
         head_scale: fp32 (H,), the scale of each head.
+        again: factors that are wanted in another dtype, too; see `columns_by_name`.
     """
-    own = dict(tensors)
+    own = {name: t for name, t in tensors.items() if name not in TOPS}
     if spec.columns == 0:
         return spec, own
-    size = _size(scale, head_scale, own.get("heads")) if half else None
-    dtype = torch.float16 if half else torch.float32
-    own["phi_q"], own["phi_k"] = factor_columns(own["phi_q"], own["phi_k"], spec.split, dtype, size)
+    dtype, names = torch.float16 if half else torch.float32, tuple(own)
+    own |= columns_by_name(
+        own["phi_q"], own["phi_k"], (tensors["top_q"], tensors["top_k"]), spec.split, dtype,
+        _scale(scale, head_scale, own.get("heads")) if half else None, again,
+    )  # fmt: skip
     columns = own["phi_q"].shape[-1]
-    return dataclasses.replace(spec, columns=columns, scaled=True), own
+    return dataclasses.replace(spec, columns=columns, scaled=True, tensors=names), own
 
 
-def _size(scale: float, head_scale: Tensor | None, heads: Tensor | None) -> Tensor | float:
+def _scale(scale: float, head_scale: Tensor | None, heads: Tensor | None) -> Tensor | float:
     if head_scale is None:
-        return scale_size(scale)
-    size = head_scale.abs()
-    size = torch.where(size < SMALLEST_SCALE, 1.0, size)
-    return size if heads is None else size.index_select(0, heads.long())
+        return scale
+    return head_scale if heads is None else head_scale.index_select(0, heads)
 
 
 def factor_gradients(
@@ -178,4 +184,5 @@ def factor_gradients(
     factors = {name: t for name, t in found.items() if name in ("phi_q", "phi_k")}
     if not factors:
         return found
-    return found | column_gradients(tensors["phi_q"], tensors["phi_k"], spec.split, factors)
+    tops = (tensors["top_q"], tensors["top_k"])
+    return found | column_gradients(tensors["phi_q"], tensors["phi_k"], spec.split, factors, tops)

@@ -12,6 +12,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from . import factors
+
+SMALLEST_SCALE = tl.constexpr(factors.SMALLEST_SCALE)
+
 
 class FactorWalk(NamedTuple):
     """A matrix (*batch, H, rows, columns), and the largest entries that belong to its columns.
@@ -73,26 +77,36 @@ def place(pid, walk, ROWS: tl.constexpr):
     return rows, lead, h, own, top
 
 
-@triton.jit(do_not_specialize=["R", "split"])
-def factor_columns_kernel(
-    phi, top_q, top_k, sizes, out, size, walk, R, split,
+@triton.jit
+def in_parts(x, is_low, dtype: tl.constexpr):
+    """`x` rounded to `dtype`, or where `is_low` what that leaves of it."""
+    high = x.to(dtype)
+    low = (x - high.to(tl.float32)).to(dtype)
+    return tl.where(is_low, low, high)
+
+
+@triton.jit
+def write_columns(
+    pid, phi, top_q, top_k, scales, out, again, size, walk, R, split,
     COLUMNS: tl.constexpr, LOW: tl.constexpr, DOWN: tl.constexpr, INVERSE: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Balance, divide and round a factor, and write its columns, the first `split` in three.
+    """Balance, divide and round some rows of a factor, and write their columns.
 
     Args:
+        pid: from 0 for this factor.
         phi: any strides; see `walk`.
         top_q, top_k: largest entries by column, fp32; None for factors that need no balance.
-        sizes: fp32 (H,), what a head is divided by, or None.
+        scales: fp32 (H,), by whose size a head is divided, or None.
         out: contiguous, COLUMNS wide, zero past the last column.
-        size: what all heads are divided by without `sizes`; None for nothing.
+        again: the same in another dtype, or None.
+        size: what all heads are divided by without `scales`; None for nothing.
         R: columns of phi.
         LOW: which of three columns holds the low part, from 0; none for -1.
         DOWN: divide by the step, as keys are, and do not multiply.
         INVERSE: `size` is a reciprocal, by which torch multiplies where it divides by a number.
     """
-    rows, lead, h, own, top = place(tl.program_id(0), walk, ROWS)
+    rows, lead, h, own, top = place(pid, walk, ROWS)
     columns = tl.arange(0, COLUMNS)
     source = tl.where(columns < 3 * split, columns // 3, columns - 2 * split).to(tl.int64)
     here, inside = source < R, rows < walk.rows
@@ -104,32 +118,59 @@ def factor_columns_kernel(
             tl.load(top_k + top + source, mask=here, other=0.0),
         )
         x *= power_of_two(-n if DOWN else n)[None, :]
-    if sizes is not None:
-        x = tl.div_rn(x, tl.zeros_like(x) + tl.load(sizes + h))
+    if scales is not None:
+        own_size = tl.abs(tl.load(scales + h))
+        own_size = tl.where(own_size < SMALLEST_SCALE, 1.0, own_size)
+        x = tl.div_rn(x, tl.zeros_like(x) + own_size)
     elif size is not None:
         x = x * size if INVERSE else tl.div_rn(x, tl.zeros_like(x) + size)
-    high = x.to(out.dtype.element_ty)
-    low = (x - high.to(tl.float32)).to(out.dtype.element_ty)
-    is_low = (columns < 3 * split) & (columns % 3 == LOW)
+    is_low = ((columns < 3 * split) & (columns % 3 == LOW))[None, :]
     to = (lead * walk.rows + rows)[:, None] * COLUMNS + columns[None, :]
-    tl.store(out + to, tl.where(is_low[None, :], low, high), mask=inside[:, None])
+    tl.store(out + to, in_parts(x, is_low, out.dtype.element_ty), mask=inside[:, None])
+    if again is not None:
+        tl.store(again + to, in_parts(x, is_low, again.dtype.element_ty), mask=inside[:, None])
 
 
-@triton.jit(do_not_specialize=["R", "split"])
-def factor_gradients_kernel(
-    found, top_q, top_k, out, walk, R, split,
+@triton.jit(do_not_specialize=["R", "split", "programs_q"])
+def factor_columns_kernel(
+    phi_q, phi_k, top_q, top_k, scales, out_q, out_k, again_q, again_k, size, walk_q, walk_k,
+    programs_q, R, split,
+    COLUMNS: tl.constexpr, WHOLE: tl.constexpr, INVERSE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Columns of both factors, the first `split` in three; see `write_columns`.
+
+    The first `programs_q` programs write those of queries. WHOLE: their triples are the same number
+    three times, of which the reader takes the parts.
+    """
+    pid = tl.program_id(0)
+    if pid < programs_q:
+        write_columns(
+            pid, phi_q, top_q, top_k, scales, out_q, again_q, size, walk_q, R, split,
+            COLUMNS, -1 if WHOLE else 2, False, INVERSE, ROWS,
+        )  # fmt: skip
+    else:
+        write_columns(
+            pid - programs_q, phi_k, top_q, top_k, None, out_k, again_k, None, walk_k, R, split,
+            COLUMNS, 1, True, INVERSE, ROWS,
+        )  # fmt: skip
+
+
+@triton.jit
+def write_gradient(
+    pid, found, top_q, top_k, out, walk, R, split,
     WIDTH: tl.constexpr, PARTNER: tl.constexpr, DOWN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a factor from that of the columns that `factor_columns_kernel` wrote.
+    """The gradient of some rows of a factor from that of the columns that were written of them.
 
     Args:
+        pid: from 0 for this factor.
         found: fp32, any strides; see `walk`.
-        top_q, top_k, R, split, DOWN: as for `factor_columns_kernel`.
-        out: fp32, contiguous, R wide.
+        top_q, top_k, R, split, DOWN: as for `write_columns`.
+        out: contiguous, R wide, in the dtype of the factor.
         WIDTH: a power of two, at least R.
         PARTNER: which of three columns is added to the first one.
     """
-    rows, lead, _, own, top = place(tl.program_id(0), walk, ROWS)
+    rows, lead, _, own, top = place(pid, walk, ROWS)
     columns = tl.arange(0, WIDTH)
     front, here, inside = columns < split, columns < R, rows < walk.rows
     source = tl.where(front, 3 * columns, columns + 2 * split).to(tl.int64)
@@ -145,3 +186,28 @@ def factor_gradients_kernel(
     )
     to = (lead * walk.rows + rows)[:, None] * R + columns[None, :]
     tl.store(out + to, x * power_of_two(-n if DOWN else n)[None, :], mask=present)
+
+
+@triton.jit(do_not_specialize=["R", "split", "programs_q"])
+def factor_gradients_kernel(
+    found_q, found_k, top_q, top_k, out_q, out_k, walk_q, walk_k, programs_q, R, split,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Gradients of factors from those of the columns that `factor_columns_kernel` wrote.
+
+    The first `programs_q` programs write those of queries; what belongs to a factor whose gradient
+    is not wanted is None. See `write_gradient`.
+    """
+    pid = tl.program_id(0)
+    # the outer conditions are those of the compiler: what is None is not to be compiled
+    if found_q is not None:  # noqa: SIM102
+        if pid < programs_q:
+            write_gradient(
+                pid, found_q, top_q, top_k, out_q, walk_q, R, split, WIDTH, 1, False, ROWS
+            )
+    if found_k is not None:  # noqa: SIM102
+        if pid >= programs_q:
+            write_gradient(
+                pid - programs_q, found_k, top_q, top_k, out_k, walk_k, R, split,
+                WIDTH, 2, True, ROWS,
+            )  # fmt: skip

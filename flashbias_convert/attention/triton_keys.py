@@ -99,9 +99,13 @@ def walk_keys(
         start = first_key(c, b, query_start)
         k = rows_of(c.k, b, h_kv, safe_keys, in_keys, D, BLOCK_D, ALIGNED)
         v = rows_of(c.v, b, h_kv, safe_keys, in_keys, DV, BLOCK_DV, ALIGNED)
-        phi_k = 0.0
+        phi_k, met = 0.0, 0.0
         if COLUMNS > 0:
             phi_k = rows_of(t.phi_k, b, g, safe_keys, in_keys, COLUMNS, COLUMNS)
+        if out.phi_q_sums is not None:  # what gradients of scores are multiplied with
+            met = phi_k
+            if t.phi_k_rounded is not None:
+                met = rows_of(t.phi_k_rounded, b, g, safe_keys, in_keys, COLUMNS, COLUMNS)
         signed = with_sign(k, scale, size, SIGNED)
         d_k = tl.zeros([BN, BLOCK_D], tl.float32)
         d_v = tl.zeros([BN, BLOCK_DV], tl.float32)
@@ -156,7 +160,7 @@ def walk_keys(
                     d_q = tl.dot(upright, k.to(GRAD), input_precision="ieee")
                     add_rows(out.q_sums, b, g, safe_rows, inside, d_q, D, BLOCK_D, ALIGNED_SUMS)
                 if out.phi_q_sums is not None:
-                    d_rows = tl.dot(upright, phi_k.to(GRAD), input_precision="ieee")
+                    d_rows = tl.dot(upright, met.to(GRAD), input_precision="ieee")
                     add_rows(
                         out.phi_q_sums, b, g, safe_rows, inside, d_rows, COLUMNS, COLUMNS, True
                     )

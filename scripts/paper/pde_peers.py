@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashbias_convert.models.pde_transformer import Attend, Distances, FusedAttend
 
-OURS, NO_BIAS = "flashbias", "SDPA without bias"
+OURS, ANY_ORDER, NO_BIAS = "flashbias", "flashbias, any order", "SDPA without bias"
 SDPA, FLEX, FLEX_DENSE = "SDPA, dense bias", "FlexAttention, distances", "FlexAttention, dense bias"
 
 
@@ -99,6 +99,7 @@ LARGEST_WEIGHT = 64.0
 #: by name, what makes an `Attend`
 PEERS: dict[str, Callable[[], Attend]] = {
     OURS: FusedAttend,
+    ANY_ORDER: lambda: FusedAttend(deterministic=False),  # gradients may be added with atomics
     NO_BIAS: lambda: without_bias,
     SDPA: lambda: sdpa,
     FLEX: lambda: flex(False),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +41,8 @@ from flashbias_convert.attention import (
     triton_shared,
 )
 from flashbias_convert.attention.arguments import check_arguments
-from flashbias_convert.attention.factor_columns import column_gradients, factor_columns
+from flashbias_convert.attention.factor_columns import column_gradients, columns_by_name
+from flashbias_convert.attention.factors import column_tops
 from flashbias_convert.attention.operator import training_attention, triton_attention
 
 from .sass import unwritten_registers
@@ -210,13 +211,18 @@ def compile_normalize_rows(x: Tensor) -> Compiled:
 
 
 def compile_factors(
-    phi_q: Tensor, phi_k: Tensor, split: int, size: float | Tensor | None
+    phi_q: Tensor,
+    phi_k: Tensor,
+    split: int,
+    scale: float | Tensor | None,
+    again: Mapping[str, torch.dtype] | None = None,
 ) -> list[Compiled]:
-    """Compile what `factor_columns` would launch for fp16 columns, and `column_gradients` back."""
-    with _recording() as compiled, mock.patch.object(factor_launch, "_INTERPRETED", True):
-        made = factor_columns(phi_q, phi_k, split, torch.float16, size)
-        found = dict(zip(("phi_q", "phi_k"), (t.float() for t in made), strict=True))
-        column_gradients(phi_q, phi_k, split, found)
+    """Compile what `columns_by_name` would launch for fp16 columns, and `column_gradients` back."""
+    tops = column_tops(phi_q, phi_k)
+    with _recording() as compiled, mock.patch.object(factor_launch, "_is_readable", lambda _: True):
+        made = columns_by_name(phi_q, phi_k, tops, split, torch.float16, scale, again)
+        found = {name: made[name].float() for name in ("phi_q", "phi_k")}
+        column_gradients(phi_q, phi_k, split, found, tops)
     return compiled
 
 

@@ -16,7 +16,11 @@ from flashbias_convert.attention import (
     flashbias_attention,
 )
 from flashbias_convert.attention.backends import BackendFallbackWarning, _warn
-from flashbias_convert.attention.factor_columns import column_gradients, factor_columns
+from flashbias_convert.attention.training_packing import (
+    factor_gradients,
+    pack_for_training,
+    rounded,
+)
 from flashbias_convert.attention.tuning import backward_settings
 from flashbias_convert.errors import UnsupportedTermError
 from tests.support import assert_parity
@@ -81,35 +85,45 @@ def test_windows_of_swin_v2(
     check(x, x.bias(*terms), kernel, cosine=True, scale=scale)
 
 
-@pytest.mark.parametrize("wanted", ["phi_q", "phi_k"])
-def test_a_factor_needs_the_other_one_in_bf16(wanted: str) -> None:
-    own = {"phi_q": torch.ones(2, 5, 16).half(), "phi_k": torch.ones(2, 7, 16).half()}
-    ((name, found),) = backward._rounded_factors(own, {wanted}, torch.bfloat16, 0).items()
-    other = "phi_k" if wanted == "phi_q" else "phi_q"
-    assert name == f"{other}_rounded" and found.dtype == torch.bfloat16
-    assert found.shape == own[other].shape
-    assert not backward._rounded_factors(own, {wanted}, torch.float16, 0)
-    assert not backward._rounded_factors(own, {"dense"}, torch.bfloat16, 0)
+def test_a_factor_needs_the_other_one_in_bf16() -> None:
+    met, bf16 = backward._met_by_scores, torch.bfloat16
+    assert met(["phi_q"], bf16) == {"phi_k": bf16}
+    assert met(["dense", "phi_k"], bf16) == {"phi_q": bf16}
+    assert met(["phi_q", "phi_k"], bf16).keys() == {"phi_q", "phi_k"}
+    assert not met(["dense"], bf16) and not met(["phi_q", "phi_k"], torch.float16)
 
 
+@pytest.mark.parametrize("head_scale", [False, True])
 @pytest.mark.parametrize("wanted", ["phi_q", "phi_k"])
-def test_split_factors_keep_two_parts_for_gradients(wanted: str) -> None:
+def test_split_factors_keep_two_parts_for_gradients(wanted: str, head_scale: bool) -> None:
     """Gradients of columns, added up as those of the factors are, are those of whole numbers."""
     generator = torch.Generator().manual_seed(0)
     phi_q, phi_k = (torch.randn(2, n, 5, generator=generator) for n in (6, 7))
-    columns = factor_columns(phi_q, phi_k, 3, torch.float16, 1.0)
-    own = dict(zip(("phi_q", "phi_k"), columns, strict=True))
-    ((_, rounded),) = backward._rounded_factors(own, {wanted}, torch.bfloat16, 3).items()
+    bias = ScoreBias((LowRank(phi_q=phi_q, phi_k=8 * phi_k, split=3),), 2)
+    packed = pack_for_training(bias, half=True)
+    (spec,), scales = packed.groups, torch.tensor([-0.3, 1e-4])
+    raw = dict(zip(spec.tensors, packed.tensors, strict=True))
+    other = "phi_k" if wanted == "phi_q" else "phi_q"
+    _, own = rounded(
+        spec, raw, half=True, scale=-0.3, head_scale=scales if head_scale else None,
+        again=backward._met_by_scores([wanted], torch.bfloat16),
+    )  # fmt: skip
+    assert own[f"{other}_rounded"].dtype == torch.bfloat16 and f"{wanted}_rounded" not in own
     scores = torch.randn(2, 6, 7, generator=generator, dtype=torch.float64)
     scores = scores if wanted == "phi_q" else scores.mT
-    found = column_gradients(phi_q, phi_k, 3, {wanted: (scores @ rounded.double()).float()})
-    exact = scores @ (phi_k if wanted == "phi_q" else phi_q).double()
+    of_columns = scores @ own[f"{other}_rounded"].double()
+    if wanted == "phi_k":  # a kernel multiplies by what queries were divided by
+        sizes = torch.tensor([0.3, 1.0]) if head_scale else torch.tensor([0.3, 0.3])
+        of_columns = of_columns * sizes.double()[:, None, None]
+    found = factor_gradients(spec, raw, {wanted: of_columns.float()})
+    exact = scores @ raw[other].double()
     error = (found[wanted] - exact).abs() / exact.abs().amax()
     assert error[..., :3].max() < 2**-15  # 16 bits
     assert 2**-15 < error[..., 3:].max() < 2**-7  # 8 bits
 
 
-def test_weights_of_distances(kernel: str, device: torch.device) -> None:
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_weights_of_distances(deterministic: bool, kernel: str, device: torch.device) -> None:
     """Squared distances are sums that cancel, and so are the gradients of their weights."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     x = Inputs(device, dtype, batch=(1,), heads=2, n=256, m=256, d=16)
@@ -135,7 +149,8 @@ def test_weights_of_distances(kernel: str, device: torch.device) -> None:
         square, one = at.square().sum(-1, keepdim=True), torch.ones_like(at[:, :1])
         phi_q = torch.cat([2 * at, -one, -square], -1) * own[..., None]
         term = LowRank(phi_q=phi_q, phi_k=torch.cat([at, square, one], -1)[None])
-        return flashbias_attention(q, k, v, ScoreBias((term,), 2), backend=kernel)
+        bias = ScoreBias((term,), 2)
+        return flashbias_attention(q, k, v, bias, backend=kernel, deterministic=deterministic)
 
     found, formula = gradient(dtype, ours), gradient(dtype, plain)
     assert_parity(found, formula, gradient(torch.float64, plain))
@@ -149,10 +164,11 @@ def test_factors_that_are_rounded_apart(
     bias = x.bias(x.low_rank(5, split=0))
     whole = gradients(x, bias, of_backend(kernel))
 
-    def twice(own: dict[str, torch.Tensor], *_: Any) -> dict[str, torch.Tensor]:
-        return {f"{name}_rounded": 2 * own[name] for name in ("phi_q", "phi_k")}
+    def twice(*args: Any, **options: Any) -> Any:
+        spec, own = rounded(*args, **options)
+        return spec, own | {f"{name}_rounded": 2 * own[name] for name in ("phi_q", "phi_k")}
 
-    monkeypatch.setattr(backward, "_rounded_factors", twice)
+    monkeypatch.setattr(backward, "rounded", twice)
     found = gradients(x, bias, of_backend(kernel))
     of_factors = {name for name in whole if "phi" in name}
     assert len(of_factors) == 2

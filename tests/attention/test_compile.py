@@ -95,13 +95,17 @@ def test_registration(contiguous: bool, kernel: str, device: torch.device) -> No
 def test_registration_with_gradients(kernel: str, device: torch.device) -> None:
     """Both operators of training: schema, fake outputs, and gradients through the dispatcher."""
     from flashbias_convert.attention.autograd import attention_training_op
-    from flashbias_convert.attention.training_packing import pack_for_training
+    from flashbias_convert.attention.training_packing import TOPS, pack_for_training
 
     x = Inputs(device, batch=(1,), n=9, kv_heads=1)
     q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x.q, x.k, x.v))
     bias = x.bias(x.low_rank(2), x.table(5))
     packed = pack_for_training(bias, half=False)
-    tensors = [t.requires_grad_() if t.is_floating_point() else t for t in packed.tensors]
+    (group,) = packed.groups
+    tensors = [
+        t.requires_grad_() if t.is_floating_point() and name not in TOPS else t
+        for name, t in zip(group.tensors, packed.tensors, strict=True)
+    ]
     head_scale = torch.ones(2, device=device, requires_grad=True)
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     flags = CAUSAL | COSINE | DETERMINISTIC

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flashbias_convert import Dense, KeyBias, LowRank, ScoreBias
 from flashbias_convert.attention import factor_columns as columns
 from flashbias_convert.attention import factor_launch
-from flashbias_convert.attention.factors import balance_step
+from flashbias_convert.attention.factors import balance_step, column_tops
 from flashbias_convert.attention.launch_plan import LaunchPlan
 from flashbias_convert.attention.packing import pack
 from flashbias_convert.attention.training_packing import (
@@ -26,7 +26,7 @@ from flashbias_convert.terms import constants
 
 from .conftest import INTERPRETED
 
-FP16, FP32 = torch.float16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 Pair = tuple[Tensor, Tensor]
 
 
@@ -58,21 +58,23 @@ LAYOUTS: dict[str, Callable[[], Pair]] = {
     "halfway-up": lambda: (halfway(0), halfway(5)),
     "halfway-down": lambda: (halfway(3), halfway(0)),
 }
-#: columns to split, dtype, and what phi_q is divided by; "heads" for one number each
+#: columns to split, dtype, and the scale by whose size phi_q is divided; "heads" for one each
 ROUNDINGS: dict[str, tuple[int, torch.dtype, Any]] = {
     "split": (99, FP16, 72**-0.5),
     "some-split": (2, FP16, 1),
-    "unsplit": (0, FP16, 0.17),
+    "unsplit": (0, FP16, -0.17),
+    "tiny-scale": (2, FP16, 1e-4),
     "undivided": (3, FP16, None),
     "heads": (2, FP16, "heads"),
     "fp32": (0, FP32, None),
 }
 
 
-def size_of(named: Any, phi_q: Tensor) -> float | Tensor | None:
+def scale_of(named: Any, phi_q: Tensor) -> float | Tensor | None:
     if named != "heads":
         return named  # type: ignore[no-any-return]
-    return torch.linspace(0.1, 1.3, phi_q.shape[-3], device=phi_q.device)
+    # one is so small that factors are not divided by it
+    return torch.linspace(-1.3, 1e-4, phi_q.shape[-3], device=phi_q.device)
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
@@ -82,13 +84,51 @@ def test_kernels_write_the_bits_of_torch(
 ) -> None:
     phi_q, phi_k = (phi.to(device) for phi in LAYOUTS[layout]())
     split, dtype, named = ROUNDINGS[rounding]
-    split, size = min(split, phi_q.shape[-1]), size_of(named, phi_q)
+    split, scale = min(split, phi_q.shape[-1]), scale_of(named, phi_q)
     assert factor_launch.is_served(phi_q, phi_k) == (layout != "too-many-dimensions")
-    made = columns.factor_columns(phi_q, phi_k, split, dtype, size)
-    expected = columns.columns_by_torch(phi_q, phi_k, split, dtype, size)
+    made = columns.factor_columns(phi_q, phi_k, split, dtype, scale)
+    expected = columns.columns_by_torch(phi_q, phi_k, split, dtype, scale)
     for own, other in zip(made, map(columns.padded_columns, expected), strict=True):
         assert own.dtype == other.dtype and own.is_contiguous()
         assert torch.equal(own, other)
+
+
+@pytest.mark.parametrize("scale", [0.17, "heads"])
+@pytest.mark.parametrize("names", [("phi_q", "phi_k"), ("phi_q",), ("phi_k",)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_columns_in_two_dtypes(
+    kernel: str, device: torch.device, layout: str, names: tuple[str, ...], scale: Any
+) -> None:
+    """Parts of both are made of the same numbers: the second ones have the bits of torch, too."""
+    phi_q, phi_k = (phi.to(device) for phi in LAYOUTS[layout]())
+    split, scale = min(3, phi_q.shape[-1]), scale_of(scale, phi_q)
+    # Triton's interpreter cuts bits off where it should round to bf16
+    others = {name: FP16 if INTERPRETED else BF16 for name in names}
+    tops = column_tops(phi_q, phi_k)
+    made = columns.columns_by_name(phi_q, phi_k, tops, split, FP32, scale, others)
+    assert made.keys() == {"phi_q", "phi_k", *(f"{name}_rounded" for name in names)}
+    for dtype, end in ((FP32, ""), (FP16 if INTERPRETED else BF16, "_rounded")):
+        expected = columns.columns_by_torch(phi_q, phi_k, split, dtype, scale)
+        padded = map(columns.padded_columns, expected)
+        for name, other in zip(("phi_q", "phi_k"), padded, strict=True):
+            if not end or name in names:
+                assert torch.equal(made[f"{name}{end}"], other)
+
+
+def test_parts_in_bf16_are_cut_of_whole_numbers(kernel: str, device: torch.device) -> None:
+    """However the high part is rounded, the low one is what it leaves."""
+    phi_q, phi_k = (normal(2, 3, n, 5).to(device) for n in (20, 21))
+    others = {"phi_q": BF16, "phi_k": BF16}
+    tops = column_tops(phi_q, phi_k)
+    made = columns.columns_by_name(phi_q, phi_k, tops, 3, FP16, 0.17, others)
+    step, scale = balance_step(*tops), 0.17
+    for name, exact, low in (("phi_q", phi_q * step / scale, 2), ("phi_k", phi_k / step, 1)):
+        triples = made[f"{name}_rounded"][..., :9].double().unflatten(-1, (3, 3))
+        whole = triples[..., 0] + triples[..., low]
+        assert torch.equal(triples[..., 3 - low], triples[..., 0])
+        assert ((whole / exact[..., :3].double()) - 1).abs().max() < 2**-14
+        rest = made[f"{name}_rounded"][..., 9:11].double()
+        assert ((rest / exact[..., 3:].double()) - 1).abs().max() < 2**-7
 
 
 def test_factors_that_are_balanced_already(kernel: str, device: torch.device) -> None:
@@ -169,13 +209,13 @@ def low_rank(dtype: torch.dtype = FP32, rank: int = 32, **fields: Any) -> LowRan
 
 #: terms -> most operations in inference, and in training forward and backward
 CEILINGS: dict[str, tuple[Callable[[], tuple[Any, ...]], int, int]] = {
-    "low_rank": (lambda: (low_rank(),), 6, 18),
-    "low_rank-half": (lambda: (low_rank(FP16),), 6, 20),
-    "low_rank-unsplit": (lambda: (low_rank(split=0),), 6, 18),
-    "low_rank-key_bias": (lambda: (low_rank(), KeyBias(values=normal(1, 1, 24))), 6, 18),
+    "low_rank": (lambda: (low_rank(),), 5, 11),
+    "low_rank-half": (lambda: (low_rank(FP16),), 5, 11),
+    "low_rank-unsplit": (lambda: (low_rank(split=0),), 5, 11),
+    "low_rank-key_bias": (lambda: (low_rank(), KeyBias(values=normal(1, 1, 24))), 5, 11),
     "dense": (lambda: (Dense(bias=normal(1, 4, 24, 32).half()),), 0, 0),
     # three groups of heads, whose factors are picked out and cut to their ranks
-    "ranks": (lambda: (low_rank(ranks=(32, 16, 8, 8)),), 30, 66),
+    "ranks": (lambda: (low_rank(ranks=(32, 16, 8, 8)),), 27, 45),
 }
 
 

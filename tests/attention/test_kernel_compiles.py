@@ -289,12 +289,20 @@ def test_calls_that_have_no_parts(option: str) -> None:
     assert found.ptx == whole.ptx
 
 
-@pytest.mark.parametrize("sizes", ["number", "heads", "undivided"])
-def test_kernels_of_factors_compile(sizes: str) -> None:
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("scales", ["number", "heads", "undivided"])
+def test_kernels_of_factors_compile(scales: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Products stay apart from sums: a card rounds each as torch does, to the last bit."""
-    phi_q, phi_k = torch.zeros(2, 3, 49, 17), torch.zeros(3, 40, 17, dtype=FP16)
-    size = {"number": 0.125, "heads": torch.ones(3), "undivided": None}[sizes]
-    compiled = compile_factors(phi_q, phi_k, 5, size)
-    names = [*["factor_columns_kernel"] * 2, *["factor_gradients_kernel"] * 2]
-    assert [c.name for c in compiled] == names
-    assert not any("fma" in c.ptx for c in compiled)
+    phi_q, phi_k = torch.zeros(2, 3, 49, 17), torch.zeros(3, 40, 17, dtype=dtype)
+    scale = {"number": 0.125, "heads": torch.ones(3), "undivided": None}[scales]
+    for again in ({}, {"phi_k": BF16}, {"phi_q": BF16, "phi_k": BF16}):
+        if scale is None and again:
+            continue
+        compiled = compile_factors(phi_q, phi_k, 5, scale, again)
+        assert [c.name for c in compiled] == ["factor_columns_kernel", "factor_gradients_kernel"]
+        assert not any("fma" in c.ptx for c in compiled)
+        # to the nearest number, of two that are as near to the even one
+        assert ("cvt.rn.bf16" in compiled[0].ptx) == bool(again)
+        assert not re.search(r"cvt\.r[zmp]\.", compiled[0].ptx)
+        for each in compiled if NVDISASM.exists() else []:
+            assert each.unwritten_registers(tmp_path) == [], each.name

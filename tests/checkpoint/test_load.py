@@ -72,6 +72,7 @@ def test_the_loaded_model_is_the_converted_one(converted: Conversion) -> None:
 def test_a_new_process_computes_the_same_bits(converted: Conversion, tmp_path: Path) -> None:
     code = (
         "import torch\nfrom flashbias_convert import load_model\n"
+        f"torch.set_num_threads({torch.get_num_threads()})\n"  # the bits depend on it
         "from tests.checkpoint.models import images\n"
         f"with torch.no_grad(): out = load_model({str(converted.output)!r})(images())\n"
         f"torch.save(out, {str(tmp_path / 'out.pt')!r})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from flashbias_convert.errors import UnknownArchitectureError, UsageError
 from flashbias_convert.options import DecomposeOptions
 from flashbias_convert.swap import patched_modules
 from tests.recipes.parity import randomise
-from tests.support import assert_parity
+from tests.support import assert_parity, nudged
 
 EXACT = DecomposeOptions(method="exact")
 TIMM_SWIN = {
@@ -64,7 +65,12 @@ def check(name: str, args: dict[str, Any], size: int, path: Path) -> None:
     loaded = load_model(done.output)
     assert len(patched_modules(loaded)) >= 2
     ours = output(loaded, x)
-    assert_parity(ours, plain, output(model.double(), x.double()))
+
+    def nearby(number: int) -> tuple[Tensor, Tensor]:
+        twin = nudged(model, number)
+        return output(twin, x), output(twin.double(), x.double())
+
+    assert_parity(ours, plain, output(copy.deepcopy(model).double(), x.double()), nearby=nearby)
 
 
 @pytest.mark.parametrize("name", MODELS)

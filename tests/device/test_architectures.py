@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from flashbias_convert import patch_model
 from tests.probing import architectures
-from tests.support import assert_parity
+from tests.support import assert_parity, nudged
 
 from .models import on, plainly
 
@@ -63,5 +63,12 @@ def test_an_architecture_computes_the_same(name: str, method: str, device: torch
     if method == "svd":
         plain = plainly(model, device)
         patch_model(truth, method=method, force_all=True, backend="eager")
-    want = first_output(truth, moved(torch.device("cpu"), call, torch.float64))
-    assert_parity(out.cpu(), first_output(plain, moved(device, call)).cpu(), want)
+
+    def pair(plain: nn.Module, truth: nn.Module) -> tuple[Tensor, Tensor]:
+        on_cpu = moved(torch.device("cpu"), call, torch.float64)
+        return first_output(plain, moved(device, call)).cpu(), first_output(truth, on_cpu)
+
+    def nearby(number: int) -> tuple[Tensor, Tensor]:
+        return pair(nudged(plain, number), nudged(plain, number).cpu().double())
+
+    assert_parity(out.cpu(), *pair(plain, truth), nearby=nearby)

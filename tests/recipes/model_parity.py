@@ -24,7 +24,7 @@ from flashbias_convert.checkpoint import convert_checkpoint
 from flashbias_convert.options import DecomposeOptions
 from flashbias_convert.plan import Plan
 from flashbias_convert.swap import patched_modules
-from tests.support import Float64Throughout, assert_parity
+from tests.support import Float64Throughout, Nearby, assert_parity, nudged
 
 #: dtypes and backends that a recipe is tried with
 PATHS = (
@@ -70,6 +70,16 @@ class Case:
         with Float64Throughout():
             return self.output(copy.deepcopy(model).double())
 
+    def nearby(self, model: nn.Module) -> Nearby:
+        """For `assert_parity`, of the original."""
+
+        def draw(number: int) -> tuple[Tensor, Tensor]:
+            twin = nudged(model, number)
+            unpatch_model(twin)
+            return self.output(twin), self.truth(twin)
+
+        return draw
+
 
 def file_of(family: str) -> Any:
     """The file of transformers with the models of a family; skips where this version has none."""
@@ -101,7 +111,7 @@ def compare(case: Case, dtype: torch.dtype, backend: str = "sdpa") -> tuple[Any,
     model = case.make().to(dtype)
     plain, truth = case.output(model), case.truth(model)
     case.patched(model, backend)
-    assert_parity(case.output(model), plain, truth)
+    assert_parity(case.output(model), plain, truth, nearby=case.nearby(model))
     return model, plain, truth
 
 
@@ -183,7 +193,7 @@ def check_follows_weights(case: Case) -> None:
     before = case.output(model)
     model.load_state_dict(other.state_dict(), strict=False)
     out = case.output(model)
-    assert_parity(out, plain, truth)
+    assert_parity(out, plain, truth, nearby=case.nearby(other))
     assert (out - before).abs().max() > 100 * (plain.double() - truth).abs().max()
 
 

@@ -23,7 +23,7 @@ from flashbias_convert.errors import StaleTermsError
 from flashbias_convert.swap import patched_modules
 from flashbias_convert.terms import ScoreBias
 from tests.adapters import add_adapters
-from tests.support import Float64Throughout, assert_parity
+from tests.support import Float64Throughout, Nearby, assert_parity, nudged
 
 #: parameters that make nothing but biases of scores; zeros in them leave no bias
 BIASES = re.compile(
@@ -88,6 +88,20 @@ class Case:
         with Float64Throughout():
             return self.output(wide, x.double())
 
+    def nearby(self, model: nn.Module, x: Tensor) -> Nearby:
+        """For `assert_parity`, of the original."""
+
+        def draw(number: int) -> tuple[Tensor, Tensor]:
+            twin = nudged(original(model), number)
+            return self.output(twin, x), self.truth(twin, x)
+
+        return draw
+
+    def agrees(self, model: nn.Module, x: Tensor) -> None:
+        """Assert that a patched model computes what its original does."""
+        plain, truth = self.output(original(model), x), self.truth(model, x)
+        assert_parity(self.output(model, x), plain, truth, nearby=self.nearby(model, x))
+
     def patch(self, model: nn.Module, **options: Any) -> Plan:
         settings = {"method": "exact", "backend": "sdpa", "force_all": True}
         plan = patch_model(model, **{**settings, **self.options, **options})
@@ -137,7 +151,7 @@ def compare(case: Case, dtype: torch.dtype, **options: Any) -> Plan:
     model, x = case.model().to(dtype), case.inputs().to(dtype)
     plain, truth = case.output(model, x), case.truth(model, x)
     plan = case.patch(model, **options)
-    assert_parity(case.output(model, x), plain, truth)
+    assert_parity(case.output(model, x), plain, truth, nearby=case.nearby(model, x))
     return plan
 
 
@@ -208,8 +222,7 @@ def check_cast_after_patching(case: Case) -> None:
     model, x = case.model(), case.inputs().bfloat16()
     case.patch(model)
     model.bfloat16()
-    plain = case.output(original(model), x)
-    assert_parity(case.output(model, x), plain, case.truth(model, x))
+    case.agrees(model, x)
 
 
 def check_training(case: Case) -> None:
@@ -232,7 +245,7 @@ def check_training(case: Case) -> None:
     assert any(BIASES.search(name) and p.grad is not None for name, p in model.named_parameters())
     model.eval()
     model.zero_grad()
-    assert_parity(case.output(model, x), case.output(original(model), x), case.truth(model, x))
+    case.agrees(model, x)
 
 
 def check_stale(case: Case) -> None:
@@ -259,8 +272,7 @@ def check_stale(case: Case) -> None:
             case.output(model, x)
         unpatch_model(model)
         case.patch(model)
-        plain = case.output(original(model), x)
-        assert_parity(case.output(model, x), plain, case.truth(model, x))
+        case.agrees(model, x)
 
 
 def check_adapters_of_the_bias(case: Case) -> None:

@@ -15,7 +15,7 @@ from flashbias_convert import patch_model
 from tests.pair_stand_ins import STAND_INS, inputs
 from tests.recipes import model_parity as parity
 from tests.recipes.model_parity import Case, randomised
-from tests.support import assert_parity
+from tests.support import assert_parity, nudged
 
 BIAS = ("linear.weight", "linear_z.weight", "linear_nobias_z.weight", "proj_z.1.weight")
 
@@ -74,8 +74,18 @@ def check_lengths(name: str, function: Any) -> None:
     """It computes what the original does: at first, longer, shorter, and as at first again."""
     for tokens in (9, 14, 6, 9):
         given, original = tuple(inputs(name, tokens).values()), Alone(name).eval()
-        truth = copy.deepcopy(original).double()(*(x.double() for x in given))
-        assert_parity(function(*given), original(*given), truth)
+
+        def true(model: nn.Module, given: tuple[Tensor, ...] = given) -> Tensor:
+            out: Tensor = copy.deepcopy(model).double()(*(x.double() for x in given))
+            return out
+
+        def nearby(
+            number: int, given: tuple[Tensor, ...] = given, own: nn.Module = original
+        ) -> tuple[Tensor, Tensor]:
+            twin = nudged(own, number)
+            return twin(*given), true(twin)
+
+        assert_parity(function(*given), original(*given), true(original), nearby=nearby)
 
 
 def alone_and_patched(name: str) -> Alone:

@@ -18,7 +18,7 @@ from flashbias_convert import patch_model
 from flashbias_convert.errors import StaleTermsError, UsageError
 from tests.checkpoint.models import tiny_model
 from tests.recipes.parity import original, randomise
-from tests.support import assert_parity
+from tests.support import assert_parity, nudged
 
 torchvision = pytest.importorskip("torchvision")
 from torchvision.models import swin_transformer as images  # noqa: E402
@@ -86,8 +86,14 @@ def made(name: str) -> tuple[nn.Module, Tensor]:
 def check(run: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> None:
     """What was made of a patched model computes what the original does."""
     plain = original(model)
+
+    def nearby(number: int) -> tuple[Tensor, Tensor]:
+        twin = nudged(plain, number)
+        return twin(x), twin.double()(x.double())
+
     with torch.no_grad():
-        assert_parity(run(x), plain(x), original(model).double()(x.double()))
+        truth = original(model).double()(x.double())
+        assert_parity(run(x), plain(x), truth, nearby=nearby)
 
 
 @pytest.mark.parametrize("name", MODELS)

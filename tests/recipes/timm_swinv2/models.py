@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flashbias_convert import Plan, patch_model, unpatch_model
-from tests.support import assert_parity
+from tests.support import Nearby, assert_parity, nudged
 
 swin = pytest.importorskip("timm.models.swin_transformer_v2")
 
@@ -74,6 +74,17 @@ def true_output(model: nn.Module, x: Tensor) -> Tensor:
     return run(wide.double(), x.double())
 
 
+def nearby(model: nn.Module, x: Tensor) -> Nearby:
+    """For `assert_parity`, of the original."""
+
+    def draw(number: int) -> tuple[Tensor, Tensor]:
+        twin = nudged(model, number)
+        unpatch_model(twin)
+        return run(twin, x), true_output(twin, x)
+
+    return draw
+
+
 def patch(model: nn.Module, **options: Any) -> Plan:
     return patch_model(model, **{"method": "exact", "backend": "sdpa", **options})
 
@@ -83,7 +94,7 @@ def check_model(model: nn.Module, x: Tensor, **options: Any) -> Plan:
     plain, truth = run(model, x), true_output(model, x)
     plan = patch(model, **options)
     assert plan.counts() == {"patched": len(plan.sites)}
-    assert_parity(run(model, x), plain, truth)
+    assert_parity(run(model, x), plain, truth, nearby=nearby(model, x))
     return plan
 
 

@@ -18,6 +18,7 @@ from .models import (
     check_attention,
     image,
     make,
+    nearby,
     patch,
     run,
     shifted_block,
@@ -122,7 +123,7 @@ def test_a_mask_of_another_form_stays_dense_and_is_told() -> None:
     plan = patch(model)
     assert attn.score_bias.planned_regions() is None
     assert any("dense term" in warning for warning in plan.sites[1].warnings)
-    assert_parity(run(model, x), plain, truth)
+    assert_parity(run(model, x), plain, truth, nearby=nearby(model, x))
 
 
 def test_the_planned_mask_takes_the_form_of_regions() -> None:

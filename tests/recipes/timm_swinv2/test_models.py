@@ -12,7 +12,7 @@ from flashbias_convert import inspect_model, patched, unpatch_model
 from tests.support import assert_parity
 from tests.timm_abilities import CUTS_ANY_MAP, needs, works
 
-from .models import check_model, image, make, patch, run, true_output
+from .models import check_model, image, make, nearby, patch, run, true_output
 
 VARIANTS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
     "square": ({}, (32, 32)),
@@ -90,7 +90,7 @@ def test_a_model_that_is_cast_after_patching() -> None:
     x = image().bfloat16()
     plain = copy.deepcopy(model)
     unpatch_model(plain)
-    assert_parity(run(model, x), run(plain, x), true_output(model, x))
+    assert_parity(run(model, x), run(plain, x), true_output(model, x), nearby=nearby(plain, x))
 
 
 def test_double_precision_is_limited_by_float32_terms_only() -> None:
