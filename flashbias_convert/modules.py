@@ -43,6 +43,8 @@ class ScoreBiasModule(SavedTerms):
     #: set to False, it trains with atomics where they are faster, see `flashbias_attention`; a file
     #: of the model does not keep it
     deterministic: bool = True
+    #: whether a call brought another index than its table is for, see `HandedIndexAttention`
+    met_another_index: bool = False
 
     def __init__(
         self,

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .recipe import UnsupportedSite
+from .masks import planned_mask
+from .recipe import Description, Site, UnsupportedSite
 
 
 def require_index(found: Tensor, right: Tensor) -> None:
@@ -91,6 +92,35 @@ def require_shared_heads(heads: int, table: nn.Embedding | None) -> None:
         raise UnsupportedSite(
             f"it has {heads} heads, but the bias that its layers share has {table.embedding_dim}"
         )
+
+
+def describe_windows(
+    site: Site, bias: Tensor, index: Tensor, dim: int, warnings: tuple[str, ...] = ()
+) -> Description:
+    """Attention in windows, and the shift mask that its block keeps.
+
+    A block whose map may change size (timm's `dynamic_mask`) keeps no `attn_mask`: it makes one for
+    each call.
+
+    Args:
+        site: the attention.
+        bias: of a window, shape (H, N, N).
+        index: see `Description`.
+        dim: of the queries of all heads, H * D.
+        warnings: what to say of the bias.
+    """
+    masks, mask_warnings = planned_mask(getattr(site.parent, "attn_mask", None))
+    heads, n, m = bias.shape
+    return Description(
+        bias=bias,
+        num_heads=heads,
+        n=n,
+        m=m,
+        head_dim=dim // heads,
+        index=index,
+        exact_terms=masks,
+        warnings=warnings + mask_warnings,
+    )
 
 
 def in_float32(module: nn.Module) -> Any:

@@ -9,13 +9,14 @@ from torch import nn
 
 from flashbias_convert.recipe import Site
 from flashbias_convert.refused import refused
+from flashbias_convert.trial import has_parts
 
 _PARTS = ("has_relative_attention_bias", "gru_rel_pos", "num_buckets", "compute_bias")
 
 
 def looks_like_it(module: nn.Module) -> bool:
     """Whether a module of the name has the parts; torch's own has not."""
-    return all(hasattr(module, name) for name in _PARTS)
+    return has_parts(module, *_PARTS)
 
 
 def adds_a_bias(site: Site) -> bool:

@@ -7,7 +7,6 @@ parts, and if it computes what they suggest: it is tried out with random numbers
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable
 from typing import Any
 
@@ -17,21 +16,16 @@ from torch.nn import functional as F
 
 from flashbias_convert.about import About
 from flashbias_convert.fallback import say_original
-from flashbias_convert.patched_attention import PatchedAttention
+from flashbias_convert.handed_index import HandedIndexAttention
 from flashbias_convert.recipe import Description, Recipe, Site
-from flashbias_convert.trial import require_result
-
-from .window_attention import is_usual
+from flashbias_convert.trial import Trial, has_parts, plain_attention
 
 #: why a call runs the original
 OTHER_INDEX = "an overlapping block of HAT is handed another index than the usual one"
 
 
-class OverlappingAttention(PatchedAttention):
+class OverlappingAttention(HandedIndexAttention):
     """`OCAB`, a whole block: (x, x_size, rpi)."""
-
-    #: whether a call had another index than the usual one, see `is_usual`
-    met_another_index: bool = False
 
     bypassed = ("softmax",)
 
@@ -50,8 +44,11 @@ class OverlappingAttention(PatchedAttention):
     def bias_sources(self) -> tuple[Tensor | Hashable, ...]:
         return (self.relative_position_bias_table, self.window_size, self.overlap_win_size)
 
+    def usual_index(self) -> Tensor:
+        return overlap_index(self)
+
     def flashbias_forward(self, x: Tensor, x_size: tuple[int, int], rpi: Tensor) -> Tensor:
-        if not is_usual(self, rpi, lambda: overlap_index(self)):
+        if not self.is_usual(rpi):
             say_original(OTHER_INDEX)
             original: Tensor = self.original_forward(x, x_size, rpi)
             return original
@@ -80,19 +77,14 @@ def overlap_index(module: Any) -> Tensor:
 
 def looks_like_it(module: Any) -> bool:
     """Whether a module has the parts, in sizes that go together."""
-    table = getattr(module, "relative_position_bias_table", None)
-    linear = [getattr(module, name, None) for name in ("qkv", "proj")]
-    others = [getattr(module, name, None) for name in ("norm1", "norm2", "mlp", "unfold")]
-    sizes = [getattr(module, name, None) for name in ("window_size", "overlap_win_size")]
-    if not isinstance(table, nn.Parameter) or not all(isinstance(p, nn.Linear) for p in linear):
+    parts = has_parts(module, "qkv", "proj", kind=nn.Linear)
+    parts &= has_parts(module, "norm1", "norm2", "mlp", "unfold", kind=nn.Module)
+    parts &= has_parts(module, "window_size", "overlap_win_size", kind=int)
+    parts &= has_parts(module, "relative_position_bias_table", kind=nn.Parameter)
+    if not parts or not has_parts(module, "scale", "num_heads"):
         return False
-    if not all(isinstance(p, nn.Module) for p in others) or not hasattr(module, "scale"):
-        return False
-    if not all(isinstance(size, int) for size in sizes):
-        return False
-    side, larger = sizes
-    entries = ((side + larger - 1) ** 2, getattr(module, "num_heads", None))  # type: ignore[operator]
-    return tuple(table.shape) == entries
+    entries = (module.window_size + module.overlap_win_size - 1) ** 2
+    return tuple(module.relative_position_bias_table.shape) == (entries, module.num_heads)
 
 
 def describe(site: Site) -> Description:
@@ -112,30 +104,25 @@ def describe(site: Site) -> Description:
     )
 
 
-@torch.no_grad()
 def _try_out(module: Any, index: Tensor) -> None:
     """Raise UnsupportedSite unless the block is attention with that table, and what follows it."""
-    twin: Any = copy.deepcopy(module).double().cpu().eval()
-    generator = torch.Generator().manual_seed(0)
+    trial = Trial(module, "an overlapping block of HAT")
+    twin, table = trial.twin, trial.twin.relative_position_bias_table
     side, larger, heads = twin.window_size, twin.overlap_win_size, twin.num_heads
-    x = torch.randn(1, 2 * side * side, twin.qkv.in_features, generator=generator).double()
-    nn.init.normal_(twin.relative_position_bias_table, generator=generator)
-    bias = twin.relative_position_bias_table[index].movedim(2, 0)
+    x = trial.draw(1, 2 * side * side, twin.qkv.in_features)
+    trial.redraw(table)
     q, k, v = twin.qkv(twin.norm1(x)).view(2, side, side, 3, -1).unbind(3)  # windows one by one
     edge = (larger - side) // 2
     around = [F.pad(t.flatten(0, 1), (0, 0, edge, edge, edge, edge)) for t in (k, v)]
-    parts = []
+    bias, parts = table[index].permute(2, 0, 1), []
     for window in range(2):
-        seen = [t[window * side : window * side + larger].reshape(larger**2, -1) for t in around]
-        split = (
-            t.view(len(t), heads, -1).transpose(0, 1) for t in (q[window].flatten(0, 1), *seen)
-        )
-        mine, keys, values = split
-        scores = twin.scale * mine @ keys.mT + bias
-        parts.append((scores.softmax(-1) @ values).transpose(0, 1).flatten(1))
+        seen = [t[window * side : window * side + larger].flatten(0, 1) for t in around]
+        three = (q[window].flatten(0, 1), *seen)
+        mine, keys, values = (t.unflatten(-1, (heads, -1)).transpose(0, 1) for t in three)
+        parts.append(plain_attention(mine, keys, values, bias, scale=twin.scale))
     right = x + twin.proj(torch.cat(parts))
     right = right + twin.mlp(twin.norm2(right))
-    require_result(lambda: twin(x, (2 * side, side), index), right, "an overlapping block of HAT")
+    trial.require(lambda: twin(x, (2 * side, side), index), right)
 
 
 recipe = Recipe(

@@ -21,7 +21,7 @@ from flashbias_convert.fallback import NO_PADDING_MASK, WEIGHTS, say_original
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.patched_owner import PatchedOwner
 from flashbias_convert.recipe import Description, Owner, Recipe, Site, UnsupportedSite
-from flashbias_convert.trial import require_result
+from flashbias_convert.trial import Trial, has_parts, plain_attention
 
 from .mosaic_bert import symmetric_alibi
 
@@ -118,11 +118,9 @@ def _reason(call: Mapping[str, Any]) -> str | None:
 
 def looks_like_it(module: Any) -> bool:
     """Whether a module has the parts."""
-    linear = (getattr(module, name, None) for name in ("query", "key", "value"))
-    sizes = ("num_attention_heads", "attention_head_size", "dropout")
     return (
-        all(isinstance(layer, nn.Linear) for layer in linear)
-        and all(hasattr(module, name) for name in sizes)
+        has_parts(module, "query", "key", "value", kind=nn.Linear)
+        and has_parts(module, "num_attention_heads", "attention_head_size", "dropout")
         and "bias" in inspect.signature(type(module).forward).parameters
     )
 
@@ -159,26 +157,22 @@ def _made_by(owner: Any, size: int) -> Tensor:
     return made
 
 
-@torch.no_grad()
 def _try_out(module: Any) -> None:
     """Raise UnsupportedSite unless the forward is attention with a bias that it is handed."""
-    twin: Any = copy.deepcopy(module).double().cpu().eval()
-    generator, n, heads = torch.Generator().manual_seed(0), 5, twin.num_attention_heads
-    x = torch.randn(2, n, twin.query.in_features, generator=generator).double()
-    bias = torch.randn(1, heads, n, n, generator=generator).double()
+    trial, n = Trial(module, "Jina-BERT"), 5
+    twin, heads, size = trial.twin, module.num_attention_heads, module.attention_head_size
+    x, bias = trial.draw(2, n, twin.query.in_features), trial.draw(1, heads, n, n)
     mask = torch.zeros(2, 1, 1, n, dtype=torch.float64)
     mask[1, ..., 3:] = torch.finfo(torch.float32).min
     norms = [twin._modules.get(f"layer_norm_{name}") or nn.Identity() for name in "qk"]
     made = (norms[0](twin.query(x)), norms[1](twin.key(x)), twin.value(x))
     q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in made)
-    scores = q @ k.mT * twin.attention_head_size**-0.5 + bias + mask
-    right = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
     def call() -> Tensor:
         (found,) = twin(x, mask, None, None, None, None, False, bias)
         return found
 
-    require_result(call, right, "Jina-BERT")
+    trial.require(call, plain_attention(q, k, v, bias + mask, scale=size**-0.5))
 
 
 recipe = Recipe(

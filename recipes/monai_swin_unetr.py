@@ -13,9 +13,10 @@ from torch import Tensor
 
 from flashbias_convert.about import About
 from flashbias_convert.recipe import Recipe
+from flashbias_convert.relative_positions import window_of
 from flashbias_convert.terms import TERM_KINDS, Dense
 
-from .window_attention import TableWindowAttention, describe, window_of
+from .window_attention import TableWindowAttention, describe
 
 
 class MonaiWindowAttention(TableWindowAttention):

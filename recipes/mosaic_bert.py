@@ -6,7 +6,6 @@ and tried out once before they are trusted.
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Hashable
 from typing import Any
@@ -19,7 +18,7 @@ from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.patched_owner import PatchedOwner
 from flashbias_convert.recipe import Description, Owner, Recipe, Site, UnsupportedSite
 from flashbias_convert.terms import Alibi
-from flashbias_convert.trial import require_result
+from flashbias_convert.trial import Trial, has_parts, plain_attention
 
 
 class UnpaddedSelfAttention(PatchedAttention):
@@ -104,9 +103,7 @@ def has_alibi(encoder: Any) -> bool:
 def looks_like_it(module: Any) -> bool:
     """Whether a module has the parts."""
     names = ("num_attention_heads", "attention_head_size", "p_dropout", "dropout")
-    return isinstance(getattr(module, "Wqkv", None), nn.Linear) and all(
-        hasattr(module, name) for name in names
-    )
+    return has_parts(module, "Wqkv", kind=nn.Linear) and has_parts(module, *names)
 
 
 def describe(site: Site) -> Description:
@@ -138,21 +135,19 @@ def symmetric_alibi(matrix: Tensor) -> Alibi:
 
 def _try_out(module: Any) -> None:
     """Raise UnsupportedSite unless the forward is attention with a bias that it is handed."""
-    twin: Any = copy.deepcopy(module).double().cpu().eval()
+    trial, n = Trial(module, "MosaicBERT"), 5
+    twin, heads, size = trial.twin, module.num_attention_heads, module.attention_head_size
     twin.p_dropout = 0.5  # the code without a kernel of its own; nothing is dropped in eval mode
-    generator, n = torch.Generator().manual_seed(0), 5
     seen = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
     indices = seen.flatten().nonzero().flatten()
-    heads, width = twin.num_attention_heads, twin.Wqkv.in_features
-    x = torch.randn(len(indices), width, generator=generator, dtype=torch.float64)
-    bias = torch.randn(2, heads, n, n, generator=generator, dtype=torch.float64)
+    x, bias = trial.draw(len(indices), twin.Wqkv.in_features), trial.draw(2, heads, n, n)
     bias = bias + (seen - 1)[:, None, None, :] * 10000.0
-    padded = torch.zeros(2 * n, 3 * width, dtype=torch.float64).index_copy(0, indices, twin.Wqkv(x))
-    q, k, v = padded.view(2, n, 3, heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-    scores = q @ k.mT * twin.attention_head_size**-0.5 + bias
-    right = (scores.softmax(-1) @ v).transpose(1, 2).reshape(2 * n, -1)[indices]
+    qkv = twin.Wqkv(x)
+    padded = qkv.new_zeros(2 * n, qkv.shape[-1]).index_copy(0, indices, qkv)
+    q, k, v = padded.view(2, n, 3, heads, -1).permute(2, 0, 3, 1, 4)
+    right = plain_attention(q, k, v, bias, scale=size**-0.5).flatten(0, 1)[indices]
     arguments = (x, torch.tensor([0, 5, 8], dtype=torch.int32), n, indices, seen, bias)
-    require_result(lambda: twin(*arguments), right, "MosaicBERT")
+    trial.require(lambda: twin(*arguments), right)
 
 
 recipe = Recipe(

@@ -6,6 +6,7 @@ from torch import nn
 
 from flashbias_convert.recipe import Site
 from flashbias_convert.refused import refused
+from flashbias_convert.trial import has_parts
 
 _NAMES = ("", "1D", "2D", "3D")
 
@@ -17,7 +18,7 @@ def has_table(site: Site) -> bool:
 
 def looks_like_it(module: nn.Module) -> bool:
     """Whether a module of the name has the parts."""
-    return all(hasattr(module, name) for name in ("kernel_size", "dilation"))
+    return has_parts(module, "kernel_size", "dilation")
 
 
 recipe = refused(

@@ -7,7 +7,6 @@ numbers, on maps of two sizes, beside attention that is written out.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from torch.nn import functional as F
 from flashbias_convert.about import About
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.recipe import Description, NoBias, Recipe, Site
-from flashbias_convert.trial import require_result
+from flashbias_convert.trial import Trial, has_parts, plain_attention
 
 
 class SamLikeAttention(PatchedAttention):
@@ -69,25 +68,18 @@ def relative(size: int, table: Tensor) -> Tensor:
 
 def looks_like_it(module: Any) -> bool:
     """Whether a module has the parts, in sizes that go together."""
-    qkv, proj = (getattr(module, name, None) for name in ("qkv", "proj"))
-    heads = getattr(module, "num_heads", None)
-    if not all(isinstance(part, nn.Linear) for part in (qkv, proj)) or not isinstance(heads, int):
+    parts = has_parts(module, "qkv", "proj", kind=nn.Linear) and has_parts(module, "scale")
+    if not parts or not has_parts(module, "num_heads", kind=int):
         return False
-    if not (hasattr(module, "scale") and hasattr(module, "use_rel_pos")):
-        return False
-    if qkv.out_features != 3 * proj.in_features or proj.in_features % heads:  # type: ignore[union-attr]
+    dim, heads = module.proj.in_features, module.num_heads
+    if module.qkv.out_features != 3 * dim or dim % heads or not has_parts(module, "use_rel_pos"):
         return False
     if not module.use_rel_pos:
         return True
-    tables = [getattr(module, name, None) for name in ("rel_pos_h", "rel_pos_w")]
-    head_dim = proj.in_features // heads  # type: ignore[union-attr]
-    return all(
-        isinstance(table, nn.Parameter)
-        and table.dim() == 2
-        and len(table) % 2 == 1
-        and table.shape[1] == head_dim
-        for table in tables
-    )
+    if not has_parts(module, "rel_pos_h", "rel_pos_w", kind=nn.Parameter):
+        return False
+    shapes = [tuple(table.shape) for table in (module.rel_pos_h, module.rel_pos_w)]
+    return all(len(s) == 2 and s[0] % 2 == 1 and s[1] == dim // heads for s in shapes)
 
 
 def describe(site: Site) -> Description:
@@ -106,16 +98,13 @@ def _try_out(module: Any) -> None:
 
     Of a small map: scores of SAM's own, 4096 x 4096 a head, would fill the memory.
     """
-    twin: Any = copy.deepcopy(module).double().cpu().eval()
-    generator = torch.Generator().manual_seed(0)
-    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
-    twin.rel_pos_h = nn.Parameter(draw(7, module.rel_pos_h.shape[1]))
-    twin.rel_pos_w = nn.Parameter(draw(9, module.rel_pos_w.shape[1]))
+    trial = Trial(module, "SAM's attention")
+    twin, size = trial.twin, module.rel_pos_h.shape[1]
+    for name, entries in (("rel_pos_h", 7), ("rel_pos_w", 9)):
+        setattr(twin, name, nn.Parameter(trial.draw(entries, size), requires_grad=False))
     for height, width in ((4, 5), (6, 3)):  # those of the tables, and others
-        x = draw(2, height, width, twin.qkv.in_features)
-        with torch.no_grad():
-            right = _written_out(twin, x)
-            require_result(partial(twin, x), right, "SAM's attention")
+        x = trial.draw(2, height, width, twin.qkv.in_features)
+        trial.require(partial(twin, x), _written_out(twin, x))
 
 
 def _written_out(module: Any, x: Tensor) -> Tensor:
@@ -124,8 +113,8 @@ def _written_out(module: Any, x: Tensor) -> Tensor:
     rows = torch.einsum("bnyxd,ykd->bnyxk", grid, relative(height, module.rel_pos_h))
     columns = torch.einsum("bnyxd,xkd->bnyxk", grid, relative(width, module.rel_pos_w))
     bias = (rows[..., :, None] + columns[..., None, :]).flatten(-2).flatten(2, 3)
-    out = (module.scale * q @ k.mT + bias).softmax(-1) @ v
-    found: Tensor = module.proj(out.transpose(1, 2).flatten(2)).unflatten(1, (height, width))
+    out = plain_attention(q, k, v, bias, scale=module.scale)
+    found: Tensor = module.proj(out).unflatten(1, (height, width))
     return found
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor, nn
 
 from flashbias_convert.about import About
-from flashbias_convert.masks import attend_windows, planned_mask
+from flashbias_convert.masks import attend_windows
 from flashbias_convert.recipe import Description, Recipe, Site
-from flashbias_convert.tables import require_index
+from flashbias_convert.tables import describe_windows, require_index
 from flashbias_convert.windows import WindowAttention
 
 
@@ -48,19 +47,8 @@ def describe(site: Site) -> Description:
     module: Any = site.module
     index = module.relative_position_index
     require_index(index, get_relative_position_index(*module.window_size))
-    # a block whose map may change size (`dynamic_mask`) keeps no mask: it makes one for each call
-    masks, warnings = planned_mask(getattr(site.parent, "attn_mask", None))
-    n = math.prod(module.window_size)
-    return Description(
-        bias=module._get_rel_pos_bias()[0],
-        num_heads=module.num_heads,
-        n=n,
-        m=n,
-        head_dim=module.qkv.out_features // 3 // module.num_heads,
-        index=index,
-        exact_terms=masks,
-        warnings=warnings,
-    )
+    dim = module.qkv.out_features // 3
+    return describe_windows(site, module._get_rel_pos_bias()[0], index, dim)
 
 
 recipe = Recipe(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable
 from typing import Any, ClassVar
 
@@ -11,11 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flashbias_convert.about import About
-from flashbias_convert.masks import attend_windows, planned_mask
+from flashbias_convert.masks import attend_windows
 from flashbias_convert.recipe import Description, Recipe, Site
 from flashbias_convert.tables import (
     continuous_bias,
     cosine_scale,
+    describe_windows,
     require_coordinates,
     require_index,
     require_plain_layers,
@@ -55,18 +55,20 @@ class SwinV2WindowAttention(WindowAttention):
         scale = cosine_scale(self.logit_scale).detach()
         return None if scale.is_meta else float(scale.max())
 
+    def _project_qkv(self, x: Tensor) -> Tensor:
+        """Queries, keys and values of tokens, (B * nW, N, 3 C)."""
+        if self.q_bias is None:
+            return self.qkv(x)
+        qkv_bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
+        if self.qkv_bias_separate:
+            qkv = self.qkv(x)
+            qkv += qkv_bias
+            return qkv
+        return F.linear(x, weight=self.qkv.weight, bias=qkv_bias)
+
     def flashbias_forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         windows, n, _ = x.shape  # (B * nW, N, C)
-        if self.q_bias is None:
-            qkv = self.qkv(x)
-        else:
-            qkv_bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
-            if self.qkv_bias_separate:
-                qkv = self.qkv(x)
-                qkv += qkv_bias
-            else:
-                qkv = F.linear(x, weight=self.qkv.weight, bias=qkv_bias)
-        qkv = qkv.reshape(windows, n, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        qkv = self._project_qkv(x).reshape(windows, n, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)  # views, (B * nW, H, N, D)
         scale = self.sealed("scale", self.logit_scale, cosine_scale)
         x = attend_windows(self.score_bias, q, k, v, mask, scale=scale, cosine=True)
@@ -83,19 +85,7 @@ def describe(site: Site) -> Description:
     bias, warnings = continuous_bias(
         module.cpb_mlp, module.relative_coords_table, index, module.num_heads
     )
-    # a block whose map may change size (`dynamic_mask`) keeps no mask: it makes one for each call
-    masks, mask_warnings = planned_mask(getattr(site.parent, "attn_mask", None))
-    n = math.prod(module.window_size)
-    return Description(
-        bias=bias,
-        num_heads=module.num_heads,
-        n=n,
-        m=n,
-        head_dim=module.dim // module.num_heads,
-        index=index,
-        exact_terms=masks,
-        warnings=warnings + mask_warnings,
-    )
+    return describe_windows(site, bias, index, module.dim, warnings)
 
 
 def _check_buffers(module: Any) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor, nn
 
 from flashbias_convert.about import About
-from flashbias_convert.masks import attend_windows, planned_mask
+from flashbias_convert.masks import attend_windows
 from flashbias_convert.recipe import Description, Recipe, Site
 from flashbias_convert.tables import (
     cosine_scale,
+    describe_windows,
     in_float32,
     require_own_buffers,
     require_plain_layers,
@@ -61,19 +61,9 @@ def describe(site: Site) -> Description:
     require_own_buffers(module)
     own = module._relative_positional_encodings()[0]
     bias = in_float32(module)._relative_positional_encodings()[0]
-    # a block whose map may change size (`dynamic_mask`) keeps no mask: it makes one for each call
-    masks, warnings = planned_mask(getattr(site.parent, "attn_mask", None))
-    n = math.prod(module.window_size)
-    return Description(
-        bias=bias,
-        num_heads=module.num_heads,
-        n=n,
-        m=n,
-        head_dim=module.in_features // module.num_heads,
-        index=get_relative_position_index(*module.window_size).to(bias.device),
-        exact_terms=masks,
-        warnings=rounding_warnings(own, bias) + warnings,
-    )
+    index = get_relative_position_index(*module.window_size).to(bias.device)
+    warnings = rounding_warnings(own, bias)
+    return describe_windows(site, bias, index, module.in_features, warnings)
 
 
 recipe = Recipe(

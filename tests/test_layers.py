@@ -12,6 +12,7 @@ import flashbias_convert
 PACKAGE = Path(flashbias_convert.__file__).parent
 LAYERS = [
     {"errors", "about", "kept", "seals", "assignment", "cost_tables", "tracing"},
+    {"relative_positions"},
     {"options"},
     {"terms"},
     {"builder_module", "trained_terms", "built_terms"},
@@ -23,7 +24,7 @@ LAYERS = [
     {"hooks"},
     {"patched_attention", "masks", "causal", "fallback", "window_map", "pair_features"},
     {"patched_owner"},
-    {"causal_owner", "windows", "freshness", "encoder_attention"},
+    {"causal_owner", "windows", "handed_index", "freshness", "encoder_attention"},
     {"recipe", "plan", "swap", "selection"},
     {"tables", "trial", "no_site", "refused", "pair_attention", "training_plan"},
     {"parallel", "bare", "triangle_attention", "factors_once"},

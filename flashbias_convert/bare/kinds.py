@@ -12,14 +12,9 @@ from torch.nn import functional as F
 from ..errors import UsageError
 from ..models.pangu import earth_position_index
 from ..recipe import Description, UnsupportedSite
+from ..relative_positions import log_coordinates, window_index
 from ..terms import RelativeTable
-from .positions import (
-    distance_buckets,
-    log_coordinates,
-    sides_of_table,
-    window_index,
-    with_class_token,
-)
+from .positions import distance_buckets, sides_of_table, with_class_token
 from .sizes import Sizes
 
 Tensors = Mapping[str, Tensor]

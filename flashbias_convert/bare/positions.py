@@ -1,4 +1,4 @@
-"""Relative positions of the tokens of windows and sequences, as integers that look up tables."""
+"""Relative positions beyond those of a plain window: class tokens, sides to guess, buckets."""
 
 from __future__ import annotations
 
@@ -10,25 +10,6 @@ from torch import Tensor
 
 #: entries that BEiT's tables have beside those of the window: of the class token
 CLASS_TOKEN = 3
-
-
-def window_index(sides: Sequence[int]) -> Tensor:
-    """Query minus key along every axis, the last one fastest (Swin, BEiT, Video Swin).
-
-    Args:
-        sides: of the window.
-
-    Returns:
-        int64, shape (N, N) with N the product of the sides, into a table with the product of
-        ``2 side - 1`` entries.
-    """
-    axes = torch.meshgrid(*(torch.arange(side) for side in sides), indexing="ij")
-    n = math.prod(sides)
-    index = torch.zeros(n, n, dtype=torch.int64)
-    for side, axis in zip(sides, axes, strict=True):
-        place = axis.flatten()
-        index = index * (2 * side - 1) + place[:, None] - place[None, :] + side - 1
-    return index
 
 
 def with_class_token(index: Tensor) -> Tensor:
@@ -60,22 +41,6 @@ def sides_of_table(entries: int, given: Sequence[int]) -> tuple[tuple[int, ...],
         if root > 1 and root * root == rest and root % 2:
             return ((root + 1) // 2,) * 2, has_class
     return None
-
-
-def log_coordinates(sides: Sequence[int]) -> Tensor:
-    """What the layers of SwinV2's continuous bias see (SwinV2, section 3.3).
-
-    Args:
-        sides: (Wh, Ww).
-
-    Returns:
-        float64, shape (1, 2 Wh - 1, 2 Ww - 1, 2): sign(x) log2(1 + |x|) / 3 of offsets x that
-        the window scales to [-8, 8].
-    """
-    axes = [torch.arange(1.0 - side, side, dtype=torch.float64) for side in sides]
-    scaled = [8 * axis / max(side - 1, 1) for side, axis in zip(sides, axes, strict=True)]
-    grid = torch.stack(torch.meshgrid(*scaled, indexing="ij"), dim=-1)
-    return (grid.sign() * torch.log2(1 + grid.abs()) / 3)[None]
 
 
 def distance_buckets(tokens: int, buckets: int, both: bool, farthest: int = 128) -> Tensor:

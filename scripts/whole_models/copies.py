@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flashbias_convert.recipes.window_attention import usual_index
+from flashbias_convert.relative_positions import window_index
 
 
 class WindowAttention(nn.Module):
@@ -23,7 +23,7 @@ class WindowAttention(nn.Module):
         super().__init__()
         self.window_size, self.num_heads = window_size, num_heads
         self.scale = (dim // num_heads) ** -0.5
-        index = usual_index(window_size)
+        index = window_index(window_size)
         table = torch.zeros(int(index.max()) + 1, num_heads)
         self.relative_position_bias_table = nn.Parameter(table)
         self.register_buffer("relative_position_index", index)

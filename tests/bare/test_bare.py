@@ -12,14 +12,12 @@ from torch import Tensor, nn
 
 from flashbias_convert import inspect_model
 from flashbias_convert.bare import BareAttention, Sizes, bare_model, parse_window
-from flashbias_convert.bare.positions import log_coordinates
 from flashbias_convert.checkpoint.bare import open_bare
 from flashbias_convert.checkpoint.read import read_checkpoint
 from flashbias_convert.errors import UnknownArchitectureError, UsageError
 from flashbias_convert.recipe import Description, Registry, Site
 from flashbias_convert.views import site_views
 from tests.recipes.parity import randomise
-from tests.timm_abilities import needs
 
 
 def bare_of(tensors: dict[str, Tensor], *window: int) -> nn.Module:
@@ -110,18 +108,6 @@ def test_they_are_those_of_the_library(make: Any, window: tuple[int, ...]) -> No
         # any index will do that tells the same cells apart
         pairs = torch.stack([own.index.flatten(), theirs.index.flatten()], dim=1).unique(dim=0)
         assert len(pairs) == len(pairs[:, 0].unique()) == len(pairs[:, 1].unique())
-
-
-@pytest.mark.parametrize("sides", [(8, 8), (2, 5), (1, 3)])
-def test_coordinates_of_a_window(sides: tuple[int, int]) -> None:
-    from timm.models.swin_transformer_v2 import WindowAttention
-
-    theirs = WindowAttention(8, sides, 2).relative_coords_table
-    needs(bool(theirs.isfinite().all()), "coordinates of windows that are one wide")
-    # a quotient, a product, a sum, a logarithm and a quotient, each rounded to float32, below 2
-    atol = 5 * torch.finfo(torch.float32).eps
-    found = log_coordinates(sides)
-    torch.testing.assert_close(found, theirs.double(), rtol=0, atol=atol)
 
 
 def test_coordinates_in_the_file_show_the_window() -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from flashbias_convert import inspect_model, patch_model
 from flashbias_convert.recipe import Registry
-from flashbias_convert.recipes.window_attention import usual_index
+from flashbias_convert.relative_positions import window_index
 from tests.recipes.parity import CHECKS, ONCE, Case, randomise
 
 
@@ -39,7 +39,7 @@ class WindowAttention(nn.Module):
         table = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), dim=-1)[None]
         table = table.sign() * torch.log2(table.abs() + 1.0) / math.log2(8)
         self.register_buffer("relative_coords_table", table)
-        self.register_buffer("relative_position_index", usual_index(window))
+        self.register_buffer("relative_position_index", window_index(window))
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.q_bias = nn.Parameter(torch.zeros(dim)) if bias else None
         self.v_bias = nn.Parameter(torch.zeros(dim)) if bias else None
@@ -119,6 +119,16 @@ def test_it_has_a_recipe_of_its_own() -> None:
     found = Registry().find(PLAIN.model().attn[0])
     assert found is not None and found.name == "cosine_window_attention"
     assert found.knows(WindowAttention) and not found.knows(nn.Linear)
+
+
+@pytest.mark.parametrize("name", ["window_size", "pretrained_window_size"])
+def test_a_window_that_is_no_pair_is_nobodys(name: str) -> None:
+    """As in copies that take one number for both sides."""
+    module = WindowAttention(16, (4, 4), 2, (0, 0), bias=True)
+    assert Registry().find(module) is not None
+    for size in (4, None, (4, 4, 4)):
+        setattr(module, name, size)
+        assert Registry().find(module) is None
 
 
 def test_what_computes_something_else_is_not_trusted() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flashbias_convert import inspect_model
 from flashbias_convert.modules import ScoreBiasModule
-from flashbias_convert.recipes.window_attention import usual_index
+from flashbias_convert.relative_positions import window_index
 from tests.recipes.parity import CHECKS, ONCE, Case
 
 DIM, HEADS = 16, 2
@@ -24,7 +24,7 @@ class Published(nn.Module):
         super().__init__()
         self.window_size, self.num_heads = window_size, num_heads
         self.scale = (dim // num_heads) ** -0.5
-        index = usual_index(window_size)
+        index = window_index(window_size)
         table = torch.zeros(int(index.max()) + 1, num_heads)
         self.relative_position_bias_table = nn.Parameter(table)
         self.register_buffer("relative_position_index", index)

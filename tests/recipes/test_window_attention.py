@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flashbias_convert import inspect_model, patch_model
+from flashbias_convert import inspect_model, patch_model, unpatch_model
 from flashbias_convert.recipe import Registry
-from flashbias_convert.recipes.window_attention import usual_index
+from flashbias_convert.relative_positions import window_index
 from tests.recipes.parity import CHECKS, ONCE, Case, check_handed_index, original, randomise
 from tests.support import assert_parity
 
@@ -25,7 +25,7 @@ class WindowAttention(nn.Module):
         super().__init__()
         self.window_size, self.num_heads = window_size, num_heads
         self.scale = (dim // num_heads) ** -0.5
-        index = usual_index(window_size)
+        index = window_index(window_size)
         entries = int(index.max()) + 1
         self.relative_position_bias_table = nn.Parameter(torch.zeros(entries, num_heads))
         self.register_buffer("relative_position_index", index)
@@ -70,12 +70,12 @@ class Blocks(nn.Module):
 
     def __init__(self, kind: type[WindowAttention], window: tuple[int, ...]) -> None:
         super().__init__()
-        self.kind, n = kind, len(usual_index(window))
+        self.kind, n = kind, len(window_index(window))
         self.attn = nn.ModuleList([kind(16, window, 2), kind(16, window, 2)])
         region = torch.arange(2 * n).view(2, n) % 3 == 0
         mask = (region[:, :, None] != region[:, None, :]).float() * -100.0
         self.register_buffer("mask", mask)
-        self.register_buffer("index", usual_index(window))
+        self.register_buffer("index", window_index(window))
 
     def forward(self, x: Tensor) -> Tensor:
         handed = (self.index,) if self.kind is Handed else ()
@@ -85,7 +85,7 @@ class Blocks(nn.Module):
 
 
 def case(name: str, kind: type[WindowAttention], window: tuple[int, ...]) -> Case:
-    size = (4, len(usual_index(window)), 16)
+    size = (4, len(window_index(window)), 16)
     return Case(name, lambda: Blocks(kind, window), size, sites=2, masked=True)
 
 
@@ -119,6 +119,31 @@ def test_another_index_in_a_call_is_used_as_it_is() -> None:
     assert torch.equal(HAT.output(model, x), HAT.output(original(model), x))
 
 
+@torch.no_grad()
+def test_an_index_that_is_made_anew_for_each_call_is_looked_at_each_time() -> None:
+    """A new tensor may lie where another one was."""
+    model, x = HAT.model(), HAT.inputs()
+    HAT.patch(model)
+    attn, right, turned = model.attn[0], model.index.clone(), model.index.flip(0)
+    for source in (right, turned) * 10:
+        index = source + 0
+        wanted = attn.original_forward(x, index)
+        torch.testing.assert_close(attn(x, index), wanted, rtol=0, atol=1e-5)
+        del index
+
+
+def test_calls_leave_nothing_on_the_module() -> None:
+    """Another window, converted anew, must not be judged by what was found for this one."""
+    model, x = HAT.model(), HAT.inputs()
+    before = [set(vars(module)) for module in model.modules()]
+    HAT.patch(model)
+    HAT.output(model, x)
+    model.index.copy_(model.index.flip(0))
+    HAT.output(model, x)
+    unpatch_model(model)
+    assert [set(vars(module)) for module in model.modules()] == before
+
+
 def test_another_index_of_its_own_is_refused() -> None:
     model = SWIN.model()
     model.attn[0].relative_position_index.copy_(model.attn[0].relative_position_index.T.clone())
@@ -150,6 +175,17 @@ def test_a_forward_of_another_kind_is_unsupported() -> None:
     assert site.status == "unsupported" and "tried out" in site.reason
 
 
+@pytest.mark.parametrize("change", [lambda out: out[:, :3], lambda out: out.float()])
+def test_a_result_of_another_kind_is_not_trusted(change: Callable[[Tensor], Tensor]) -> None:
+    class Strange(WindowAttention):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return change(super().forward(x, mask))
+
+    Strange.__name__ = "WindowAttention"
+    (site,) = inspect_model(Strange(16, (4, 4), 2)).sites
+    assert site.status == "unsupported" and "something else" in site.reason
+
+
 @pytest.mark.parametrize("lacking", ["relative_position_bias_table", "qkv", "scale"])
 def test_other_classes_of_the_name_are_nobodys(lacking: str) -> None:
     module = WindowAttention(16, (4, 4), 2)
@@ -158,9 +194,10 @@ def test_other_classes_of_the_name_are_nobodys(lacking: str) -> None:
     assert Registry().find(module) is None
 
 
-def test_a_table_of_another_size_is_nobodys() -> None:
+@pytest.mark.parametrize("window", [(4, 5), 5, None])
+def test_a_table_of_another_size_is_nobodys(window: Any) -> None:
     module = WindowAttention(16, (4, 4), 2)
-    module.window_size = (4, 5)
+    module.window_size = window
     assert Registry().find(module) is None
 
 
