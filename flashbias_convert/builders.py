@@ -38,10 +38,12 @@ class Builder:
     Attributes:
         make: called with keyword arguments, the inputs of the call.
         replaces: kinds of planned terms that are left out where it is used.
+        common: the only input that is a tensor, where layers share it: they share the term, too.
     """
 
     make: Callable[..., Term]
     replaces: tuple[str, ...] = ()
+    common: str | None = None
 
 
 BUILDERS: dict[str, Builder] = {
@@ -52,7 +54,7 @@ BUILDERS: dict[str, Builder] = {
     "axial_rows_3d": Builder(axial_rows_3d),
     "cls_window_table": Builder(cls_window_table),
     "dense": Builder(dense),
-    "distance_table": Builder(distance_table),
+    "distance_table": Builder(distance_table, common="table"),
     "window_table": Builder(window_table),
     "lookup": Builder(lookup),
 }

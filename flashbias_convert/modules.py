@@ -15,6 +15,7 @@ from .attention.bounds import LARGEST_BOUND
 from .attention.prepared import Form
 from .builder_module import BuilderModule
 from .builders import Builder, find_builder, with_builders
+from .common_terms import common_bias
 from .errors import UsageError
 from .mask_memo import MaskMemo
 from .pair_memory import PairMemory
@@ -273,6 +274,8 @@ class ScoreBiasModule(SavedTerms):
         without: tuple[str, ...] = (),
     ) -> tuple[PreparedBias, float | None]:
         """The terms of one call, see `forward`, and what no score exceeds, if that is known."""
+        if built and not extra and (common := self._common(built, without)) is not None:
+            return common, None
         for name, inputs in (built or {}).items():
             builder = self._builder(name)
             extra, without = (*extra, builder.make(**inputs)), without + builder.replaces
@@ -284,6 +287,18 @@ class ScoreBiasModule(SavedTerms):
         if extra:
             prepared = self._joined(prepared, tuple(extra))
         return prepared, bound
+
+    def _common(
+        self, built: Mapping[str, dict[str, Any]], without: tuple[str, ...]
+    ) -> PreparedBias | None:
+        """The only term of this call, if all layers have it in common; else None."""
+        (name, inputs), *others = built.items()
+        builder = self._builder(name)
+        if others or self._own_heads is not None or isinstance(builder, BuilderModule):
+            return None
+        if not self._kinds.issubset((*without, *builder.replaces)):
+            return None
+        return common_bias(name, builder, inputs, self._spec["num_heads"])
 
     def keep_heads(self, heads: Sequence[int], total: int) -> None:
         """Take these heads, of `total`, of the terms that come with calls, as of the own ones."""

@@ -20,6 +20,7 @@ LAYERS = [
     {"decompose", "attention"},
     {"mask_memo"},
     {"builders", "nn", "pair_memory"},
+    {"common_terms"},
     {"models", "modules", "composed"},
     {"hooks"},
     {"patched_attention", "masks", "causal", "fallback", "window_map", "pair_features"},

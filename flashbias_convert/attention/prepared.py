@@ -50,11 +50,17 @@ class PreparedBias:
         if not (once or self.requires_grad or torch.compiler.is_compiling()):
             self._alike, self._group = _join(self)
 
+    @classmethod
+    def of_calls(cls, bias: ScoreBias) -> PreparedBias:
+        """Of terms that come with calls: it keeps its forms, but no compiled graph looks for it."""
+        made = cls(bias, once=True)
+        made._fleeting = False
+        return made
+
     def joined(self, extra: tuple[Term, ...]) -> PreparedBias:
         """This bias and further terms, which come with a call: only those are packed for it."""
-        terms = ScoreBias(self.bias.terms + extra, self.bias.num_heads)
-        made = PreparedBias(terms, once=True)
-        made._fleeting = False  # owners keep it while a mask stays
+        # owners keep it while a mask stays
+        made = PreparedBias.of_calls(ScoreBias(self.bias.terms + extra, self.bias.num_heads))
         if can_join(self.bias, extra):
             made._parts = (self, extra)
         return made
