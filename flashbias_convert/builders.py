@@ -38,18 +38,20 @@ class Builder:
     Attributes:
         make: called with keyword arguments, the inputs of the call.
         replaces: kinds of planned terms that are left out where it is used.
-        common: the only input that is a tensor, where layers share it: they share the term, too.
+        common: an input that layers of a model may share, a tensor; they share the term, too.
+        by_value: other inputs that are tensors, small ones that the layers have copies of.
     """
 
     make: Callable[..., Term]
     replaces: tuple[str, ...] = ()
     common: str | None = None
+    by_value: tuple[str, ...] = ()
 
 
 BUILDERS: dict[str, Builder] = {
     "product": Builder(product),
-    "padded_alibi": Builder(padded_alibi, replaces=(Alibi.kind,)),
-    "rounded_alibi": Builder(rounded_alibi, replaces=(Alibi.kind,)),
+    "padded_alibi": Builder(padded_alibi, (Alibi.kind,), "places", ("slopes",)),
+    "rounded_alibi": Builder(rounded_alibi, (Alibi.kind,), "places", ("slopes",)),
     "axial_rows": Builder(axial_rows),
     "axial_rows_3d": Builder(axial_rows_3d),
     "cls_window_table": Builder(cls_window_table),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .attention import PreparedBias
 from .builders import Builder
-from .kept import kept_with
+from .kept import is_kept, kept_with
 from .terms import ScoreBias
 from .tracing import is_traced
 
@@ -30,22 +30,38 @@ def common_bias(
         heads: of the attention that adds the term and nothing else.
 
     Returns:
-        The bias; None where the layers share no tensor, or have one each besides, where gradients
-        flow to it, and in code that is compiled or traced.
+        The bias; None where the layers share no tensor, or have another one each besides, where
+        gradients flow to one, and in code that is compiled or traced.
     """
     common, rest = builder.common, dict(inputs)
     if common is None or is_traced():
         return None
     shared: Tensor = rest.pop(common)
-    asks = torch.is_grad_enabled() and shared.requires_grad
-    if asks or any(isinstance(value, Tensor) for value in rest.values()):
+    key = {n: numbers_of(t) if n in builder.by_value else t for n, t in rest.items()}
+    own = any(key[n] is None for n in builder.by_value) or any(map(torch.is_tensor, key.values()))
+    if own or (torch.is_grad_enabled() and shared.requires_grad):
         return None
 
     def make() -> PreparedBias:
-        # the tensor keeps what is made, which must not keep it
-        rest[common] = shared.detach().clone()
-        term = builder.make(**rest)
+        # the tensor keeps what is made, which must not keep it, nor follow a layer that changes
+        copied = {n: inputs[n].detach().clone() for n in (common, *builder.by_value)}
+        term = builder.make(**{**inputs, **copied})
         return PreparedBias.of_calls(ScoreBias((term,), heads))
 
-    made: PreparedBias = kept_with(shared, (name, heads, *rest.items()), make)
+    made: PreparedBias = kept_with(shared, (name, heads, *key.items()), make)
     return made
+
+
+def numbers_of(tensor: Tensor) -> tuple[float, ...] | None:
+    """The numbers of a small tensor, for which the device is waited for once.
+
+    None where that cannot be: for parameters, which change without a trace, for tensors without
+    memory of their own, and while a CUDA graph is recorded.
+    """
+    if type(tensor) is not Tensor or tensor.requires_grad or tensor.is_meta:
+        return None
+    known = is_kept(tensor, "numbers")
+    if not known and tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    found: tuple[float, ...] = kept_with(tensor, "numbers", lambda: tuple(tensor.tolist()))
+    return found

@@ -37,6 +37,12 @@ def kept_with(tensor: Tensor, key: Hashable, make: Callable[[], Any]) -> Any:
     return known[1][key]
 
 
+def is_kept(tensor: Tensor, key: Hashable) -> bool:
+    """Whether `kept_with` has this already."""
+    known: tuple[int, dict[Hashable, Any]] | None = getattr(tensor, _ATTRIBUTE, None)
+    return known is not None and known[0] == _version(tensor) and key in known[1]
+
+
 def kept_with_both(first: Tensor, second: Tensor, key: Hashable, make: Callable[[], Any]) -> Any:
     """As `kept_with`, made of two tensors; kept with the first, and `second` beside it.
 

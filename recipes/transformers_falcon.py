@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from flashbias_convert.about import About
 from flashbias_convert.causal import attend_causal, is_key_table, query_start
 from flashbias_convert.causal_owner import CausalOwner, PaddingMaskInGenerate
+from flashbias_convert.kept import kept_with
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.recipe import Description, NoBias, Owner, Recipe, Site, UnsupportedSite
 from flashbias_convert.terms import Alibi
@@ -51,8 +53,8 @@ class FalconAttention(PatchedAttention):
             k, v = layer_past.update(k, v, self.layer_idx)
         keys = attention_mask
         if keys.shape[-1] == 0:  # nothing is padded, but the rounded bias needs the places
-            places = torch.arange(1, k.shape[-2] + 1, dtype=torch.int32, device=k.device)
-            keys = places.expand(q.shape[0], 1, 1, -1)
+            batch, m = q.shape[0], k.shape[-2]
+            keys = kept_with(keys, ("places", batch, m), partial(all_places, batch, m, k.device))
         (planned,) = self.score_bias.bias.terms
         assert isinstance(planned, Alibi)
         out = attend_causal(
@@ -62,6 +64,12 @@ class FalconAttention(PatchedAttention):
             inputs={"slopes": planned.slopes, "unit": self.inv_norm_factor, "dtype": q.dtype},
         )  # fmt: skip
         return self.dense(out.transpose(1, 2).flatten(2)), None
+
+
+def all_places(batch: int, keys: int, device: torch.device) -> Tensor:
+    """A key table (B, 1, 1, M) of rows without padding."""
+    places = torch.arange(1, keys + 1, dtype=torch.int32, device=device)
+    return places.expand(batch, 1, 1, -1)
 
 
 class FalconModel(CausalOwner):

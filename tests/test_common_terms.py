@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashbias_convert import common_terms
 from flashbias_convert.attention import PreparedBias
+from flashbias_convert.common_terms import numbers_of
 from flashbias_convert.modules import ScoreBiasModule
 from flashbias_convert.terms import Alibi, ScoreBias, Term
 
@@ -62,6 +64,69 @@ def test_one_table_for_all_heads_serves_layers_with_other_heads() -> None:
     shared = table(1)
     assert bias_of(layer(), table=shared).bias.num_heads == H
     assert bias_of(layer(heads=2), table=shared).bias.num_heads == 2
+
+
+def padded(places: Tensor, slopes: Tensor, start: Any = 0) -> PreparedBias:
+    module = ScoreBiasModule(
+        ScoreBias((Alibi(slopes=slopes),), H), "sdpa", builders=("padded_alibi",)
+    )
+    inputs = {"slopes": slopes, "places": places, "start": start, "n": N}
+    return module.of_call({"padded_alibi": inputs})[0]
+
+
+def test_slopes_are_told_by_their_numbers() -> None:
+    """Every layer has a copy of them."""
+    places, slopes = torch.arange(M, dtype=torch.int32).expand(2, M), torch.rand(H)
+    first = padded(places, slopes)
+    assert padded(places, slopes.clone()) is first
+    (term,) = first.bias.terms
+    assert isinstance(term, Alibi) and torch.equal(term.slopes, slopes)
+    other = padded(places, 2 * slopes)
+    assert torch.equal(other.bias.dense(N, M), 2 * first.bias.dense(N, M))
+    copied, before = slopes.clone(), first.bias.dense(N, M)
+    slopes.mul_(4)
+    assert torch.equal(padded(places, copied).bias.dense(N, M), before)
+    assert torch.equal(padded(places, slopes).bias.dense(N, M), 2 * other.bias.dense(N, M))
+
+
+@pytest.mark.parametrize(
+    ("slopes", "start"),
+    [(torch.nn.Parameter(torch.rand(H)), 0), (torch.rand(H), torch.tensor(1))],
+    ids=["parameters", "a place that the device knows"],
+)
+def test_what_cannot_be_told_is_made_by_each_layer(slopes: Tensor, start: Any) -> None:
+    places = torch.arange(M, dtype=torch.int32).expand(2, M)
+    first, second = (padded(places, slopes, start) for _ in range(2))
+    assert first is not second
+    assert torch.equal(first.bias.dense(N, M), second.bias.dense(N, M))
+
+
+def test_a_tensor_without_memory_has_no_numbers() -> None:
+    assert numbers_of(torch.ones(2, device="meta")) is None
+    assert numbers_of(torch.ones(2)) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon", "falcon without padding"])
+def test_a_model_makes_one_term_in_a_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    from tests.recipes.alibi.models import logits, make, padding, patch, tokens
+
+    model, mask = make(name.split()[0]), padding()
+    plain = logits(model, tokens(), attention_mask=mask)
+    patch(model)
+    made: list[object] = []
+
+    def counted(*args: Any) -> ScoreBias:
+        made.append(args)
+        return ScoreBias(*args)
+
+    monkeypatch.setattr(common_terms, "ScoreBias", counted)
+    if name.endswith("without padding"):
+        logits(model, tokens())
+    else:
+        found = logits(model, tokens(), attention_mask=mask)
+        torch.testing.assert_close(found[mask.bool()], plain[mask.bool()], rtol=1e-4, atol=1e-5)
+    assert len(made) == 1  # for two layers
 
 
 def test_gradients_reach_a_table() -> None:
