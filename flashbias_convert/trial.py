@@ -92,10 +92,17 @@ def plain_attention(
         bias: added to the scores, of any shape that fits (*batch, H, N, M).
         scale: of the scores; one number, or H, one for each head.
         cosine: whether queries and keys are normalised.
+
+    Raises:
+        UnsupportedSite: a scale of another size, which `flashbias_attention` would not take.
     """
     if cosine:
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-    scale = scale.reshape(-1, 1, 1) if isinstance(scale, Tensor) else scale
+    if isinstance(scale, Tensor):
+        if scale.numel() != q.shape[-3]:
+            shape, heads = tuple(scale.shape), q.shape[-3]
+            raise UnsupportedSite(f"its scale is a tensor of shape {shape}, for {heads} heads")
+        scale = scale.reshape(-1, 1, 1)
     weights = (scale * (q @ k.mT) + bias).softmax(-1)
     return (weights @ v).transpose(-3, -2).flatten(-2)
 

@@ -72,6 +72,13 @@ def test_windows_that_are_what_they_look_like() -> None:
     try_out(Cosine(), scale=torch.tensor([3.0, 4.0], dtype=torch.float64), cosine=True)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (HEADS + 1,)])
+def test_a_scale_without_an_entry_for_each_head_is_unsupported(shape: tuple[int, ...]) -> None:
+    """Calls of the patched module would fail, each of them."""
+    with pytest.raises(UnsupportedSite, match="its scale is a tensor"):
+        try_out(Windows(), scale=torch.full(shape, SCALE["scale"]))
+
+
 @pytest.mark.parametrize(
     "how",
     [

@@ -76,7 +76,8 @@ def balance_step(top_q: Tensor, top_k: Tensor) -> Tensor:
 def column_tops(phi_q: Tensor, phi_k: Tensor) -> tuple[Tensor, Tensor]:
     """Largest size of an entry by column of each factor, fp32 (fp64 for fp64) (..., 1, R).
 
-    One for all matrices where the other factor is shared; all dimensions are kept.
+    One for all matrices where the other factor is shared; all dimensions are kept. Of no entries
+    it is 0.
     """
     return _column_top(phi_q, phi_k), _column_top(phi_k, phi_q)
 
@@ -87,9 +88,12 @@ def _column_top(phi: Tensor, other: Tensor) -> Tensor:
     shared = [
         i
         for i in range(len(own) - 2)
-        if own[i] > 1 and (i < missing or shape[i - missing] == 1)
+        if own[i] != 1 and (i < missing or shape[i - missing] == 1)
     ]  # fmt: skip
     dtype = phi.dtype if phi.dtype == torch.float64 else torch.float32
+    if not phi.numel():  # of which torch has no largest one
+        kept = [1 if i in (*shared, len(own) - 2) else size for i, size in enumerate(own)]
+        return phi.new_zeros(kept, dtype=dtype)
     phi = phi.detach() if phi.requires_grad else phi
     return torch.linalg.vector_norm(phi, math.inf, (*shared, len(own) - 2), True, dtype=dtype)
 

@@ -27,7 +27,7 @@ def sdpa_attention(
     Shapes as in `flashbias_attention`.
     """
     if q.numel() == 0:  # torch's fused kernels refuse some empty shapes
-        return q.new_empty((*q.shape[:-1], v.shape[-1]))
+        return _nothing(q, k, v, bias, args)
     groups = q.shape[-3] // k.shape[-3]
     query, key, scale = scaled(q, k, args)
     key, value = _repeat(key, groups), _repeat(v, groups)
@@ -201,6 +201,19 @@ def _flatten_mask(mask: Tensor | None, batch: tuple[int, ...]) -> Tensor | None:
 
 def _repeat(x: Tensor, groups: int) -> Tensor:
     return x if groups == 1 else x.repeat_interleave(groups, dim=-3)
+
+
+def _nothing(
+    q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias | None, args: AttentionArguments
+) -> Tensor:
+    """The empty output of an empty q, (*batch, H, N, Dv), of which all gradients are zero."""
+    terms = () if bias is None else bias.terms
+    inputs = [q, k, v, *(tensor for term in terms for tensor in term.tensors().values())]
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    for tensor in (*inputs, args.scale):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            out = out + tensor.sum().to(out.dtype)
+    return out
 
 
 def _is_zero(start: int | Tensor) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..builder_module import without_autocast
 from ..errors import UsageError
 from ..options import DecomposeOptions
 from ..terms import LowRank, ScoreBias
@@ -90,8 +91,9 @@ def decompose_quickly(
     columns, truncations = min(n, m, columns), []
     if columns:
         some = select(bias, heads)
-        svd = _truncated(some, energy, rank, columns)
-        truncations.append(Truncation(heads, svd, measure(some, svd.term)))
+        with without_autocast(bias.device):  # whose products would be those of half precision
+            svd = _truncated(some, energy, rank, columns)
+            truncations.append(Truncation(heads, svd, measure(some, svd.term)))
     found = truncations[0].candidates(n, m, head_dim) if truncations else {}
     for head in heads:
         low_rank = [found[head]] if head in found else []
@@ -130,7 +132,8 @@ def quick_factors(bias: Tensor, rank: int) -> LowRank:
         bias: floating point and finite, shape (*batch, H, N, M); rows are centred.
         rank: at most the smaller of N and M.
     """
-    return _truncated(bias.detach(), 1.0, rank, rank).term
+    with without_autocast(bias.device):
+        return _truncated(bias.detach(), 1.0, rank, rank).term
 
 
 def _truncated(bias: Tensor, energy: float, rank: int | None, columns: int) -> TruncatedSVD:

@@ -129,8 +129,13 @@ def _one_by_one(matrix: Tensor, size: int, total: Tensor) -> Leading:
 
 @contextlib.contextmanager
 def _own_random_numbers(device: torch.device) -> Iterator[None]:
-    """Seeded draws that leave the generators of the caller as they were."""
-    cards = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cards):
-        torch.manual_seed(0)
+    """Seeded draws that leave the generators of the caller as they were, those of all devices."""
+    own = torch.default_generator
+    if device.type == "cuda":
+        own = torch.cuda.default_generators[device.index]
+    before = own.get_state()
+    own.manual_seed(0)  # torch.manual_seed would seed every card
+    try:
         yield
+    finally:
+        own.set_state(before)

@@ -176,11 +176,32 @@ def test_key_mask_broadcasts(backend: str, device: torch.device) -> None:
     check(x, x.bias(x.low_rank(2)), backend, key_mask=mask)
 
 
-@pytest.mark.parametrize("sizes", [{"batch": (0,)}, {"n": 0}, {"batch": (2, 0)}])
-def test_empty(sizes: dict, backend: str, device: torch.device) -> None:
-    x = Inputs(device, m=5, **{"n": 4, **sizes})
-    out = flashbias_attention(x.q, x.k, x.v, None, backend=backend)
-    assert out.shape == x.q.shape
+EMPTY = [{"batch": (0,)}, {"n": 0}, {"batch": (2, 0)}]
+
+
+@pytest.mark.parametrize("of_batch", [False, True])
+@pytest.mark.parametrize("sizes", EMPTY)
+def test_empty(sizes: dict, of_batch: bool, backend: str, device: torch.device) -> None:
+    x = Inputs(device, torch.float16, m=5, **{"n": 4, **sizes})
+    term = x.low_rank(3)
+    if of_batch:  # one of its factors is empty, too
+        phi_q = term.phi_q.expand(*x.q.shape[:-3], *term.phi_q.shape[-3:])
+        term = dataclasses.replace(term, phi_q=phi_q)
+    for bias in (None, x.bias(term), x.bias(x.low_rank(2), x.dense(), x.key_bias())):
+        out = flashbias_attention(x.q, x.k, x.v, bias, backend=backend)
+        assert out.shape == x.q.shape and out.dtype == x.q.dtype
+
+
+@pytest.mark.parametrize("sizes", EMPTY)
+def test_gradients_of_nothing_are_zero(sizes: dict, backend: str, device: torch.device) -> None:
+    x = Inputs(device, torch.float16, m=5, **{"n": 4, **sizes})
+    term, scale = x.low_rank(3), torch.ones(x.heads, device=device)
+    leaves = [x.q, x.k, x.v, term.phi_q, term.phi_k, scale]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    out = flashbias_attention(*leaves[:3], x.bias(term), scale=scale, backend=backend)
+    for leaf, gradient in zip(leaves, torch.autograd.grad(out.sum(), leaves), strict=True):
+        assert gradient.shape == leaf.shape and not gradient.any()
 
 
 # -- layouts -------------------------------------------------------------------------------

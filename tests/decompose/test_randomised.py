@@ -9,7 +9,7 @@ from torch import Tensor
 from flashbias_convert import DecompositionError, UsageError
 from flashbias_convert.decompose import measure, row_center, svd_factors
 from flashbias_convert.decompose.costs import affordable_rank
-from flashbias_convert.decompose.randomised import decompose_quickly
+from flashbias_convert.decompose.randomised import decompose_quickly, quick_factors
 from flashbias_convert.terms import LowRank
 
 pytestmark = pytest.mark.usefixtures("prices")
@@ -34,6 +34,18 @@ def test_it_is_nearly_the_best_of_its_rank() -> None:
     best = torch.linalg.svdvals(centred)[..., 6:].square().sum(-1)
     lost = row_center(term.dense(N, N, dtype=torch.float64) - centred).square().sum((-2, -1))
     assert (lost <= 1.01 * best).all() and (lost >= best * (1 - 1e-4)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_rounds_nothing(dtype: torch.dtype) -> None:
+    """It would take the products to half precision: models call it in the middle of a forward."""
+    bias = decaying(0.7)
+    wanted, factors = decompose_quickly(bias), quick_factors(bias, 6)
+    with torch.autocast("cpu", dtype):
+        made, again = decompose_quickly(bias), quick_factors(bias, 6)
+    assert made.decisions == wanted.decisions
+    for found, right in ((made.bias.terms[0], wanted.bias.terms[0]), (again, factors)):
+        assert all(torch.equal(t, right.tensors()[name]) for name, t in found.tensors().items())
 
 
 def test_ranks_are_those_of_a_full_svd_before_they_are_filled() -> None:
