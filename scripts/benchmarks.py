@@ -30,7 +30,7 @@ COMPILED = (
 VISION = f"{COMPILED} ours-compiled ours"
 DECODED = (
     "sdpa-cudnn-compiled exact-compiled none-cudnn-compiled original-compiled sdpa-cudnn-graphs "
-    "exact-graphs"
+    "exact-graphs original exact"
 )
 PAIRS = "--device cuda --limit-s 200 --ranks 32 96 --network-ranks 96 --repeats 10"
 
