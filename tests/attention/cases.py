@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -55,6 +56,16 @@ class Inputs:
         self.q = self.normal(*batch, heads, n, d).to(dtype)
         self.k = self.normal(*batch, kv, self.m, d).to(dtype)
         self.v = self.normal(*batch, kv, self.m, dv).to(dtype)
+
+    def nudged(self, seed: int) -> Inputs:
+        """The same with every number changed by a unit in its last place, or not, at random."""
+        twin = copy.copy(self)
+        generator = torch.Generator().manual_seed(seed)
+        for name in ("q", "k", "v"):
+            own: Tensor = getattr(self, name)
+            step = torch.randint(-1, 2, own.shape, generator=generator).to(own)
+            setattr(twin, name, own * (1 + step * torch.finfo(own.dtype).eps))
+        return twin
 
     def normal(self, *shape: int) -> Tensor:
         """Standard normal fp32 numbers."""
