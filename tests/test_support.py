@@ -55,6 +55,8 @@ def test_draws_must_be_finite(truth: torch.Tensor) -> None:
 
 def test_a_nudged_model_is_another_by_rounding_alone() -> None:
     model = torch.nn.Linear(40, 30).half()
+    with torch.no_grad():
+        model.weight.copy_(torch.linspace(0.5, 4.0, 1200).reshape(30, 40))
     before = model.weight.detach().clone()
     twin = nudged(model, 1)
     assert torch.equal(model.weight, before)
