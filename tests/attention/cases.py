@@ -21,6 +21,7 @@ from flashbias_convert import (
     ScoreBias,
 )
 from flashbias_convert.attention import flashbias_attention
+from tests.support import assert_parity
 
 Shape = tuple[int, ...]
 
@@ -246,3 +247,14 @@ def views(x: Tensor) -> Sequence[Tensor]:
     if x.dim() < 3:
         return [turned, packed, shifted]
     return [turned, packed, shifted, x.transpose(-2, -3).contiguous().transpose(-2, -3)]
+
+
+def check(x: Inputs, bias: ScoreBias | None, backend: str, **options: object) -> None:
+    """Assert that a backend computes the formula, about as well as plain attention does."""
+    actual = flashbias_attention(x.q, x.k, x.v, bias, backend=backend, **options)  # type: ignore[arg-type]
+    assert actual.dtype == x.dtype
+
+    def pair(x: Inputs) -> tuple[Tensor, Tensor]:
+        return plain_of(x, bias, **options), truth_of(x, bias, **options)
+
+    assert_parity(actual, *pair(x), nearby=lambda number: pair(x.nudged(number)))

@@ -10,8 +10,7 @@ from flashbias_convert import Dense
 from flashbias_convert.attention import descriptors, flashbias_attention
 from flashbias_convert.attention.descriptors import TileDescriptor, dense_tiles
 
-from .cases import Inputs
-from .test_values import check
+from .cases import Inputs, check
 
 
 def zeros(*shape: int) -> Tensor:

@@ -9,8 +9,7 @@ from torch import Tensor
 from flashbias_convert import Alibi, Dense
 from flashbias_convert.attention import flashbias_attention
 
-from .cases import BIASES, Inputs
-from .test_values import check
+from .cases import BIASES, Inputs, check
 
 #: visible keys of the entries of a batch, as (first, end)
 RANGES = {

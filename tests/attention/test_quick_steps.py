@@ -12,8 +12,7 @@ import torch
 from flashbias_convert import Alibi, KeyBias
 from flashbias_convert.attention import flashbias_attention
 
-from .cases import BIASES, Inputs
-from .test_values import check
+from .cases import BIASES, Inputs, check
 
 
 def steps(x: Inputs, *heights: float) -> KeyBias:

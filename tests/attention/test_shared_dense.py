@@ -14,10 +14,9 @@ from flashbias_convert import Dense, KeyBias, ScoreBias
 from flashbias_convert.attention import flashbias_attention, launch
 from flashbias_convert.attention.tuning import LaunchSettings, LaunchShape, launch_settings
 
-from .cases import Inputs
+from .cases import Inputs, check
 from .conftest import HAS_GPU
 from .test_padding import mask_of
-from .test_values import check
 
 SMALL = LaunchSettings(32, 16, 4, 2, entries=2)
 #: with wide products of the tensor cores, which the interpreter does not know
