@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from .descriptors import TileDescriptor, dense_tiles
+from .factors import SMALLEST_SCALE
 from .launch_plan import MAX_PLANS, LaunchPlan, layout_of
 from .local_settings import settings_for
-from .packing import SMALLEST_SCALE, GroupSpec
+from .packing import GroupSpec
 from .parted_plan import PartedPlan
 from .parts import MOST_PARTS, MOST_QUERIES, multiprocessors_of, number_of_parts
 from .room import lacks_room

@@ -39,7 +39,6 @@ from .factor_columns import (
     factor_columns,
     padded_columns,
 )
-from .factors import SMALLEST_SCALE as SMALLEST_SCALE
 from .factors import effective_factors
 from .selection import Selection, with_selections
 
