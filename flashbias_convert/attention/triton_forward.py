@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import packing
+from . import factors
 from .triton_lookup import look_up
 from .triton_steps import (
     EDGES,
@@ -32,7 +32,7 @@ from .triton_steps import (
 #: what fp32 cuts off of LOG2E
 LOG2E_REST = tl.constexpr(1.92596298909109e-8)
 LN2 = tl.constexpr(0.6931471805599453)
-SMALLEST_SCALE = tl.constexpr(packing.SMALLEST_SCALE)
+SMALLEST_SCALE = tl.constexpr(factors.SMALLEST_SCALE)
 
 
 @triton.jit

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from . import packing
+from . import factors
 
 LOG2E = tl.constexpr(1.4426950408889634)
-SMALLEST_SCALE = tl.constexpr(packing.SMALLEST_SCALE)
+SMALLEST_SCALE = tl.constexpr(factors.SMALLEST_SCALE)
 
 
 class Walk(NamedTuple):
