@@ -35,8 +35,14 @@ def tell(found):
         with (folder / "found.jsonl").open("a") as file:
             file.write(json.dumps(found) + "\\n")
 
+def told():
+    path = folder / "found.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
 tell({"ready": True})
-for case in json.loads((folder / "cases.json").read_text()):
+for number, case in enumerate(json.loads((folder / "cases.json").read_text())):
+    while not first and told() <= number:  # all do a case together
+        time.sleep(0.01)
     if case.startswith("hang"):
         time.sleep(600)
     if case.startswith("die"):
