@@ -17,6 +17,7 @@ of the same device and version of torch and measures the others.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -67,14 +68,19 @@ def formula(q: Tensor, k: Tensor, v: Tensor, term: LowRank) -> Tensor:
 
 def flex(term: LowRank, n: int, dtype: torch.dtype) -> Attend:
     """FlexAttention with the matrix, made once."""
+    matrix, compiled = term.dense(n, n).detach().to(dtype), _compiled_flex()
+    return lambda q, k, v, _: compiled(q, k, v, matrix)
+
+
+@functools.cache
+def _compiled_flex() -> Any:
+    """The same for all ranks, so that a size compiles once."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    matrix = term.dense(n, n).detach().to(dtype)
-    compiled: Any = torch.compile(
+    return torch.compile(
         lambda q, k, v, m: flex_attention(q, k, v, lambda s, b, h, i, j: s * m[h, i, j]),
         dynamic=False,
     )
-    return lambda q, k, v, _: compiled(q, k, v, matrix)
 
 
 def timed(attend: Attend, inputs: list[Tensor], args: argparse.Namespace) -> dict[str, Any]:
@@ -157,6 +163,7 @@ def main() -> None:
     started = time.monotonic()
     table = RowFile(args.output, COLUMNS, key=KEY, versions=("torch",), resume=args.resume)
     for d in args.sizes:
+        torch._dynamo.reset()  # it would give up at the eighth size
         for rank in args.ranks:
             if left_of(d, rank, args, table) and time.monotonic() - started > args.stop_s:
                 print(f"head size {d}, rank {rank}: not measured")
@@ -216,7 +223,6 @@ def rows_of(
                 continue
             out = isinstance(problem, torch.OutOfMemoryError)
             row["status"] = "out of memory" if out else str(problem)[:100]
-        torch._dynamo.reset()
         yield row
 
 

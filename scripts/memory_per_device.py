@@ -2,6 +2,7 @@
 
     python scripts/memory_per_device.py                  # minutes, and 4 GB of memory
     python scripts/memory_per_device.py --device cuda    # and what one card says, of 80 GB
+    python scripts/memory_per_device.py --device cuda --resume     # that alone, to the same table
     python scripts/memory_per_device.py --tiny           # seconds; writes nothing without --output
 
 SwinV2-G (3 B parameters; windows of 40 x 40 at 640 pixels), BLOOM-176B, and the 48 blocks of
@@ -15,19 +16,20 @@ times their number. Of a bias that depends on the input, terms belong to one cal
 With `--device cuda` there are rows of one card as well: models with random weights are loaded
 and called there, in bfloat16, one sample at a time, and torch's allocator is asked for what is
 held, and for the most while loading and in a call. Of BLOOM-176B that is one layer of the real
-size, 70 times, without its embeddings. Writes `scripts/results/memory_per_device.csv`.
+size, 70 times, without its embeddings. Writes `scripts/results/memory_per_device.csv`; with
+`--resume` the rows that are there stay, and only those are made that a model has none of.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import row_file
 import torch
 from torch import nn
 
@@ -71,25 +73,25 @@ def main() -> int:
     if on_cuda and not torch.cuda.is_available():
         print("there is no CUDA card", file=sys.stderr)
         return 2
-    rows: list[dict[str, Any]] = []
-    for make in (swin_g, bloom_176b, pairformer):
-        name, blocks, attention, kinds = make(options.tiny)
-        most = max(PARTS) if name in SPLIT else 1
-        rows += weights(name, *blocks, attention, most)
-        rows += [row for what, terms in kinds.items() for row in split(name, what, terms, most)]
-        rows += measured(name, *blocks, options.tiny) if on_cuda else []
     output = options.output or (None if options.tiny else RESULTS)
+    kept = row_file.read(output) if options.resume and output is not None else []
+    rows: list[dict[str, Any]] = []
+    for name, make in MODELS.items():
+        own = [row for row in kept if row["model"] == name]
+        exact = [row for row in own if row["way"] != ONE_CARD]
+        on_card = [row for row in own if row["way"] == ONE_CARD]
+        if not exact or (on_cuda and not on_card):
+            made = make(options.tiny)
+            exact = exact or by_formula(name, made)
+            on_card = on_card or (measured(name, *made.whole, options.tiny) if on_cuda else [])
+        rows += exact + on_card
     if output is not None:
-        output.parent.mkdir(exist_ok=True)
-        with output.open("w", newline="") as file:
-            columns = (*COLUMNS, *CARD) if on_cuda else COLUMNS
-            writer = csv.DictWriter(file, columns, lineterminator="\n", restval="")
-            writer.writeheader()
-            writer.writerows(rows)
+        columns = (*COLUMNS, *CARD) if any(row["way"] == ONE_CARD for row in rows) else COLUMNS
+        row_file.write(output, columns, rows)
     for row in rows:
         print({k: v for k, v in row.items() if v != ""}, flush=True)
     exact = [row for row in rows if row["way"] != ONE_CARD]
-    wrong = [r for r in exact if r["allocated_bytes"] not in ("", r["formula_bytes"])]
+    wrong = [r for r in exact if str(r["allocated_bytes"]) not in ("", str(r["formula_bytes"]))]
     print(f"{len(wrong)} of {len(rows)} rows differ", *wrong, sep="\n  ")
     return int(bool(wrong))
 
@@ -101,6 +103,7 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     found.add_argument("--tiny", action="store_true", help="small models, to try this script")
+    found.add_argument("--resume", action="store_true", help="keep the rows of the output")
     found.add_argument("--output", type=Path, help=f"default {RESULTS.name}, nothing with --tiny")
     return found
 
@@ -125,6 +128,15 @@ def measured(
 
 
 # -- weights -------------------------------------------------------------------------------
+
+
+def by_formula(name: str, made: Made) -> list[dict[str, Any]]:
+    """Rows of a model's weights and terms."""
+    most = max(PARTS) if name in SPLIT else 1
+    rows = weights(name, *made.whole, made.attends, most)
+    for what, terms in made.terms().items():
+        rows += split(name, what, terms, most)
+    return rows
 
 
 def weights(
@@ -196,25 +208,58 @@ def allocated(bias: ScoreBias) -> int:
 
 # -- models --------------------------------------------------------------------------------
 
-Made = tuple[str, tuple[nn.Module, list[nn.Module]], Callable[[str], bool], dict[str, list[Terms]]]
+
+@dataclass(frozen=True)
+class Made:
+    """A model.
+
+    Attributes:
+        whole: it, on the meta device, and what FSDP2 gathers, one at a time.
+        attends: whether a parameter is one of a projection of attention.
+        terms: makes the terms of its sites, by what they are, in minutes.
+    """
+
+    whole: tuple[nn.Module, list[nn.Module]]
+    attends: Callable[[str], bool]
+    terms: Callable[[], dict[str, list[Terms]]]
+
+
+SWIN_HEADS, SWIN_DEPTHS = (16, 32, 64, 128), (2, 2, 42, 4)
 
 
 def swin_g(tiny: bool = False) -> Made:
     """SwinV2-G: C = 512, layers 2, 2, 42, 4 (Liu et al., 2022, section 4.1)."""
     from timm.models.swin_transformer_v2 import SwinTransformerV2
 
-    heads, side, image = ((16, 32, 64, 128), 40, 640) if not tiny else ((8, 8, 8, 8), 4, 64)
-    sizes: dict[str, Any] = {"img_size": image, "window_size": side, "num_heads": heads}
-    depths = (2, 2, 42, 4)
     with torch.device("meta"):
-        model = SwinTransformerV2(embed_dim=64 if tiny else 512, depths=depths, **sizes)
+        model = SwinTransformerV2(
+            embed_dim=64 if tiny else 512, depths=SWIN_DEPTHS, **_swin_sizes(tiny)
+        )
     blocks = [block for layer in model.layers for block in layer.blocks]
+
+    def attends(name: str) -> bool:
+        return ".qkv." in name or ".attn.proj." in name
+
+    return Made((model, blocks), attends, lambda: _swin_terms(tiny))
+
+
+def _swin_sizes(tiny: bool) -> dict[str, Any]:
+    heads, side, image = ((8, 8, 8, 8), 4, 64) if tiny else (SWIN_HEADS, 40, 640)
+    return {"img_size": image, "window_size": side, "num_heads": heads}
+
+
+def _swin_terms(tiny: bool) -> dict[str, list[Terms]]:
+    """Two blocks of each stage, without and with shifted windows."""
+    from timm.models.swin_transformer_v2 import SwinTransformerV2
+
+    sizes = _swin_sizes(tiny)
+    side, image = sizes["window_size"], sizes["img_size"]
     thin = SwinTransformerV2(embed_dim=128, depths=(2, 2, 2, 2), **sizes).eval()
     patch_model(thin, method="exact", force_all=True)
     names = dict(thin.named_modules())
     exact, ranks = [], []
-    for stage, depth in enumerate(depths):
-        for at in (0, 1):  # without and with shifted windows
+    for stage, depth in enumerate(SWIN_DEPTHS):
+        for at in (0, 1):
             block: Any = names[f"layers.{stage}.blocks.{at}"]
             bias: ScoreBias = block.attn.score_bias.bias
             window = min(side, image // 4 // 2**stage)  # the last stage has no more tokens
@@ -228,8 +273,7 @@ def swin_g(tiny: bool = False) -> Made:
             phi_q, phi_k = (torch.randn(bias.num_heads, n, RANK) for _ in range(2))
             low = ScoreBias((LowRank(phi_q=phi_q, phi_k=phi_k), *masks), bias.num_heads)
             ranks.append(Terms(low, depth // 2, lambda h, n=n, i=ids: 4 * h * RANK * 2 * n + i))
-    kinds = {"terms, exact": exact, f"terms, rank {RANK}": ranks}
-    return "SwinV2-G", (model, blocks), lambda n: ".qkv." in n or ".attn.proj." in n, kinds
+    return {"terms, exact": exact, f"terms, rank {RANK}": ranks}
 
 
 def bloom_176b(tiny: bool = False) -> Made:
@@ -240,35 +284,44 @@ def bloom_176b(tiny: bool = False) -> Made:
     config = BloomConfig(hidden_size=hidden, n_layer=70, n_head=112, vocab_size=vocabulary)
     with torch.device("meta"):
         model = BloomForCausalLM(config)
-    thin = BloomForCausalLM(BloomConfig(hidden_size=224, n_layer=1, n_head=112, vocab_size=64))
-    patch_model(thin.eval(), backend="eager")
-    (site,) = patched_modules(thin)
-    kinds = {"terms, ALiBi": [Terms(site.score_bias.bias, 70, lambda h: 4 * h)]}
+
+    def terms() -> dict[str, list[Terms]]:
+        thin = BloomForCausalLM(BloomConfig(hidden_size=224, n_layer=1, n_head=112, vocab_size=64))
+        patch_model(thin.eval(), backend="eager")
+        (site,) = patched_modules(thin)
+        return {"terms, ALiBi": [Terms(site.score_bias.bias, 70, lambda h: 4 * h)]}
+
     blocks = list(model.transformer.h)
-    return "BLOOM-176B", (model, blocks), lambda n: ".self_attention." in n, kinds
+    return Made((model, blocks), lambda name: ".self_attention." in name, terms)
 
 
 def pairformer(tiny: bool = False) -> Made:
     """AlphaFold 3's Pairformer: 48 blocks; terms of one call, for one structure."""
-    tokens = 64 if tiny else 1024
     with torch.device("meta"):
         model = nn.ModuleList(Pairformer() for _ in range(48))
 
-    def terms(heads: int, made: Callable[[int], Any]) -> ScoreBias:
-        return ScoreBias((made(heads),), heads)
+    def attends(name: str) -> bool:
+        parts = name.split(".")
+        attention = {"starting", "ending", "attention"}.intersection(parts)
+        return bool(attention) and parts[-2] in ("qkv", "gate", "out")
 
-    def dense(heads: int) -> Dense:
-        return Dense(bias=torch.zeros(heads, tokens, tokens, dtype=torch.bfloat16))
+    tokens = 64 if tiny else 1024
+    return Made((model, list(model)), attends, lambda: _pairformer_terms(tokens))
 
-    def low(heads: int) -> LowRank:
+
+def _pairformer_terms(tokens: int) -> dict[str, list[Terms]]:
+    def dense(heads: int) -> ScoreBias:
+        term = Dense(bias=torch.zeros(heads, tokens, tokens, dtype=torch.bfloat16))
+        return ScoreBias((term,), heads)
+
+    def low(heads: int) -> ScoreBias:
         phi_q, phi_k = (torch.zeros(heads, tokens, RANK) for _ in range(2))
-        return LowRank(phi_q=phi_q, phi_k=phi_k)
+        return ScoreBias((LowRank(phi_q=phi_q, phi_k=phi_k),), heads)
 
-    def kinds(
-        made: Callable[[int], Any], blocks: int, formula: Callable[[int], int]
+    def of_blocks(
+        made: Callable[[int], ScoreBias], blocks: int, formula: Callable[[int], int]
     ) -> list[Terms]:
-        triangles = Terms(terms(4, made), 2 * blocks, formula)
-        return [triangles, Terms(terms(16, made), blocks, formula)]
+        return [Terms(made(4), 2 * blocks, formula), Terms(made(16), blocks, formula)]
 
     def of_matrix(heads: int) -> int:
         return 2 * heads * tokens**2
@@ -276,18 +329,15 @@ def pairformer(tiny: bool = False) -> Made:
     def of_factors(heads: int) -> int:
         return 4 * heads * RANK * 2 * tokens
 
-    found = {
-        "terms, dense, of one block": kinds(dense, 1, of_matrix),
-        f"terms, rank {RANK}, of one block": kinds(low, 1, of_factors),
-        f"terms, rank {RANK}, of all blocks": kinds(low, 48, of_factors),
+    return {
+        "terms, dense, of one block": of_blocks(dense, 1, of_matrix),
+        f"terms, rank {RANK}, of one block": of_blocks(low, 1, of_factors),
+        f"terms, rank {RANK}, of all blocks": of_blocks(low, 48, of_factors),
     }
 
-    def attends(name: str) -> bool:
-        parts = name.split(".")
-        attention = {"starting", "ending", "attention"}.intersection(parts)
-        return bool(attention) and parts[-2] in ("qkv", "gate", "out")
 
-    return "Pairformer", (model, list(model)), attends, found
+#: by name
+MODELS = {"SwinV2-G": swin_g, "BLOOM-176B": bloom_176b, "Pairformer": pairformer}
 
 
 if __name__ == "__main__":

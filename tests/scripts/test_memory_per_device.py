@@ -41,6 +41,33 @@ def test_small_models_take_what_the_formulas_say(
     assert made and all(row["allocated_bytes"] == row["formula_bytes"] for row in made)
 
 
+def test_rows_that_are_there_stay_and_those_of_a_card_are_added(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    output = tmp_path / "out.csv"
+    script.row_file.write(
+        output,
+        script.COLUMNS,
+        [script.row(name, "weights", "DDP", 1, 7, "") for name in script.MODELS],
+    )
+
+    def on_card(name: str, *_: object) -> list[dict[str, object]]:
+        found = script.row(name, "weights", script.ONE_CARD, 1, 7, 8)
+        return [found | dict(zip(script.CARD, (9, 10, "a card"), strict=True))]
+
+    monkeypatch.setattr(script, "measured", on_card)
+    monkeypatch.setattr(script, "by_formula", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    words = ["script", "--tiny", "--resume", "--device", "cuda", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", words)
+    for _ in range(2):
+        assert script.main() == 0
+        rows = script.row_file.read(output)
+        assert [row["model"] for row in rows] == [n for n in script.MODELS for _ in range(2)]
+        assert [row["card"] for row in rows] == ["", "a card"] * len(script.MODELS)
+        monkeypatch.setattr(script, "measured", lambda *_: pytest.fail("measured again"))
+
+
 @pytest.mark.parametrize("name", [*script.SPLIT, "Pairformer"])
 def test_what_is_measured_on_a_card_runs(name: str) -> None:
     for what, load, call, count in on_one_card.cases(name, True, "cpu"):
