@@ -2,8 +2,9 @@
 
 Batched QR and SVD run matrix by matrix on a GPU. Here all matrices go through the same products,
 Cholesky factorisations and triangular solves (CholeskyQR: Yamamoto et al., ETNA 44, 2015; shifted:
-Fukaya et al., SIAM J. Sci. Comput. 42, 2020), and the small eigenvalue problem that is left through
-the CPU, where ranks are wanted anyway. Nothing waits for the device but that one copy.
+Fukaya et al., SIAM J. Sci. Comput. 42, 2020), and the small eigenvalue problem that is left is
+solved where they are: LAPACK may be faster on an idle machine, but where loaders of data have its
+cores its threads wait for each other, and take a hundred times as long.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Leading:
         left: orthonormal columns Q, float64, (B, H, N, K). Where a matrix has less than K columns
             of rank, some are shorter, or zero.
         right: the transposed matrices times `left`, (B, H, M, K).
-        turn: eigenvectors of the Gram matrix of `right`, float64, on the CPU, (B, H, K, K).
+        turn: eigenvectors of the Gram matrix of `right`, float64, (B, H, K, K).
         values: singular values, float64, on the CPU, descending, (B, H, K).
         total: squared Frobenius norms of the matrices, float64, on the CPU, (B, H).
     """
@@ -43,11 +44,11 @@ class Leading:
 
     def factors(self, columns: int) -> tuple[Tensor, Tensor]:
         """Balanced factors U sqrt(S) and V sqrt(S), fp32, (B, H, N, columns) and (B, H, M, ...)."""
-        values = self.values[..., None, :columns]
+        values = self.values[..., None, :columns].to(self.turn.device)
         root = values.where(values > FLOOR * values[..., :1], torch.zeros_like(values)).sqrt()
         inverse = torch.where(root > 0, 1 / root, torch.zeros_like(root))
         turn = self.turn[..., :columns]
-        both = torch.cat([turn * root, turn * inverse], -1).to(self.left.device)
+        both = torch.cat([turn * root, turn * inverse], -1)
         sides = self.left @ both[..., :columns], self.right.double() @ both[..., columns:]
         return sides[0].float(), sides[1].float()
 
@@ -66,14 +67,15 @@ def leading(matrix: Tensor, size: int) -> Leading:
     """
     left, right = _subspace(matrix, size)
     wide = right.double()
+    gram = wide.mT @ wide
     total = torch.linalg.vector_norm(matrix, dim=(-2, -1), dtype=torch.float64).square()
-    # one copy to the CPU, which waits for all of the above
-    told = torch.cat([(wide.mT @ wide).flatten(-2), total[..., None]], -1).cpu()
-    gram, total = told[..., :-1].unflatten(-1, (size, size)), told[..., -1]
-    if gram.isfinite().all():
+    finite = gram.isfinite().all().to(total.dtype)
+    told = torch.cat([total.flatten(), finite[None]]).cpu()  # waits for all of the above
+    total = told[:-1].view(total.shape)
+    if told[-1]:
         with contextlib.suppress(torch.linalg.LinAlgError):
             squares, turn = torch.linalg.eigh(gram)  # ascending
-            values = squares.flip(-1).clamp(min=0).sqrt()
+            values = squares.cpu().flip(-1).clamp(min=0).sqrt()
             return Leading(left, right, turn.flip(-1), values, total)
     return _one_by_one(matrix, size, total)
 
@@ -123,7 +125,8 @@ def _one_by_one(matrix: Tensor, size: int, total: Tensor) -> Leading:
     """The same by QR and SVD, which hold where squares do not."""
     with _own_random_numbers(matrix.device):
         u, values, v = torch.svd_lowrank(matrix, q=size, niter=PASSES)
-    turn = torch.eye(size, dtype=torch.float64).expand(*matrix.shape[:-2], -1, -1)
+    turn = torch.eye(size, dtype=torch.float64, device=matrix.device)
+    turn = turn.expand(*matrix.shape[:-2], -1, -1)
     return Leading(u.double(), v * values[..., None, :], turn, values.double().cpu(), total)
 
 

@@ -154,13 +154,13 @@ class Counted(TorchDispatchMode):
 
 
 def test_the_number_of_operations_does_not_depend_on_that_of_matrices() -> None:
-    """And the host waits for the device in one copy alone."""
+    """And the host asks for one number, on the CPU."""
     names = []
     for count in (2, 16):
         matrix = torch.randn(1, count, 40, 40, generator=torch.Generator().manual_seed(0))
         with Counted() as seen:
             leading(matrix, SIZE).factors(COLUMNS)
-        assert seen.waits() == 1  # "all finite", on the CPU, after the copy
+        assert seen.waits() == 1  # "all finite", after a copy
         assert seen.names.count("linalg_cholesky_ex") == 2 * subspace.PASSES + 2
         names.append(seen.names)
     assert names[0] == names[1]
