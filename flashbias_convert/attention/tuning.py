@@ -105,8 +105,7 @@ def launch_settings(shape: LaunchShape) -> LaunchSettings:
         return _narrow_heads(shape, width)
     if width <= 64:
         if gathers and not columns:
-            # short steps, and all the registers that looking up takes
-            return LaunchSettings(64, 64 if n <= 512 else 32, 4, 3)
+            return _looked_up(n, "lookup" in gathers)
         if _few_rows(n):
             depth, registers = (2, None) if columns > 32 else (3, 96)
             return LaunchSettings(64, 32, 4, depth, registers)
@@ -121,6 +120,18 @@ def launch_settings(shape: LaunchShape) -> LaunchSettings:
 def _few_rows(n: int) -> bool:
     """Whether blocks of 128 queries waste a quarter more than blocks of 64, as at 64 and 144."""
     return -(-n // 128) * 128 > 1.25 * (-(-n // 64) * 64)
+
+
+def _looked_up(n: int, by_pair: bool) -> LaunchSettings:
+    """Tables for heads of at most 64 numbers: more programs a multiprocessor hide their reads.
+
+    Args:
+        n: number of queries.
+        by_pair: entries are found through an index of pairs, not through codes of both positions.
+    """
+    if by_pair:
+        return LaunchSettings(64, 32, 4, 3, 128)
+    return LaunchSettings(64, 64, 4, 3, 128) if n >= 1024 else LaunchSettings(64, 32, 4, 3, 96)
 
 
 def _narrow_heads(shape: LaunchShape, width: int) -> LaunchSettings:
@@ -177,13 +188,16 @@ def backward_settings(
         block = 16 if width > 64 or kernel == "all" else 32
         return LaunchSettings(block, 16 if width > 64 else 32, 4, 1)
     if kernel == "all":
-        return _all_gradients(width, columns, measured, few)
+        plain = columns <= 16 and not added and not few
+        return _all_gradients(width, columns, plain, few, trained)
     if width > 128 or columns > 64:
         return LaunchSettings(32, 32, 4, 1)
     # Where three tiles are under way, a tile is read while the one before it is worked on; with two
     # the compiler lets a step wait for what the step before it has asked for last.
     if measured and width <= 64:
         return _plain_rows(kernel, width, columns)
+    if columns <= 16 and width <= 32 and trained and not added and not few:
+        return _trained_rows(kernel, width)
     if width <= 64 and columns <= 32:
         # three programs share a multiprocessor where that many registers do, and nothing spills
         crowded = len(added) > 1 or not added.isdisjoint({"table", "lookup"})
@@ -211,11 +225,23 @@ def _plain_rows(kernel: str, width: int, columns: int) -> LaunchSettings:
     return LaunchSettings(64, 64, 4, 3)
 
 
-def _all_gradients(width: int, columns: int, measured: bool, few: bool) -> LaunchSettings:
+def _trained_rows(kernel: str, width: int) -> LaunchSettings:
+    """For heads of at most 32 with trained factors and nothing else, as measured."""
+    if kernel == "queries":
+        return LaunchSettings(128 if width <= 16 else 64, 64, 4, 3)
+    if kernel == "keys":
+        return LaunchSettings(64 if width <= 16 else 32, 128, 4, 3)
+    return LaunchSettings(64, 64, 4, 3)
+
+
+def _all_gradients(
+    width: int, columns: int, plain: bool, few: bool, trained: bool
+) -> LaunchSettings:
     """For the walk with atomics, which holds the gradients of keys and a share of those of queries.
 
     Where nothing is measured they are read off what the compiler says of registers.
     """
+    measured = plain and not trained
     if width > 128 or columns > 64:
         return LaunchSettings(32, 32, 4 if width <= 64 else 8, 1)
     if width > 64 and columns > 16:
@@ -227,4 +253,6 @@ def _all_gradients(width: int, columns: int, measured: bool, few: bool) -> Launc
     # twice the keys per program halve what is added to memory, unless the last block is half empty
     if few:
         return LaunchSettings(64, 64, 4, 3)
+    if plain and trained and width <= 32:  # gradients of factors take the registers of rows
+        return LaunchSettings(64 if width <= 16 else 32, 128, 4, 3)
     return LaunchSettings(64, 128, 4 if measured and width <= 32 else 8, 3)
