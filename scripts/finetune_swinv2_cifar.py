@@ -6,22 +6,24 @@ The example is converted at a low energy, where its accuracy suffers, with
 ``patch_model(train="terms")``. Then the terms alone are trained, and, from the same start, all
 weights. They learn what the original says of augmented images, or, with ``--from-labels``, what
 these show. As a control the original is trained likewise, from labels, on all weights: what it
-gains has nothing to do with terms. Accuracies are those of float32 and of the running average of
-the weights; converted models are saved, loaded and only then measured. Writes finetune_swinv2.csv.
+gains has nothing to do with terms; --trainings chooses. Accuracies are those of float32 and of the
+running average of the weights; converted models are saved, loaded and only then measured. Writes
+finetune_swinv2.csv; with --resume the rows that are there stay, and are not made again.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
 from cifar_jpgpack import load_split
+from row_file import RowFile
 from torch import Tensor, nn
 from train_swinv2_cifar import (
     BatchSource,
@@ -44,6 +46,10 @@ COLUMNS = (
     "name", "top1", "top5", "mean_rank", "trained_parameters", "learnt_from", "steps", "batch",
     "lr", "seconds", "energy", "fill", "test_images", "seed", "device", "torch", "timm",
 )  # fmt: skip
+#: what makes a row the same row, beside what it was trained with
+KEY = ("name", "energy", "fill", "batch", "lr", "test_images", "seed", "device")
+ORIGINAL, CONVERTED = "original", "converted"
+TERMS, ALL, CONTROL = TRAINED = ("terms trained", "all trained", "original, all trained")
 Data = tuple[Tensor, Tensor]
 
 
@@ -127,42 +133,60 @@ def reloaded(model: nn.Module, args: argparse.Namespace) -> nn.Module:
         )  # fmt: skip
 
 
-def rows(args: argparse.Namespace) -> Any:
-    """One row per model, as dictionaries."""
-    images, labels = load_split(args.data, "train")
-    data = images[: args.train_images].to(args.device), labels[: args.train_images].to(args.device)
-    images, labels = load_split(args.data, "test")
-    test = images[: args.test_images].to(args.device), labels[: args.test_images].to(args.device)
-    hyper = Hyperparameters(batch=args.batch, lr=args.lr)
+@dataclass(frozen=True)
+class Setting:
+    """Data on the device, and what is asked for."""
 
-    def source() -> BatchSource:
-        return BatchSource(*data, hyper, args.seed)
+    args: argparse.Namespace
+    data: Data
+    test: Data
 
-    def row(name: str, model: nn.Module, rank: float | None, **more: Any) -> dict[str, Any]:
-        top1, top5 = accuracy(model.eval(), *test)
+    def row(self, name: str, model: nn.Module, rank: float | None, **more: Any) -> dict[str, Any]:
+        """A row of a model's accuracy."""
+        top1, top5 = accuracy(model.eval(), *self.test)
         mean = None if rank is None else round(rank, 1)
         return {"name": name, "top1": top1, "top5": top5, "mean_rank": mean, **more}
 
-    original = open_model(args.checkpoint).model.to(args.device)
-    yield row("original", original, None)
-    teacher = None if args.from_labels else original.eval()
-    model, rank = converted(args)
-    yield row("converted", model, rank)
-    for name, everything in (("terms trained", False), ("all trained", True)):
-        model, rank = converted(args)
-        if not everything:
+    def untrained(self, name: str) -> dict[str, Any]:
+        """A row of the original, or of what it is converted to."""
+        if name == ORIGINAL:
+            return self.row(name, self.original(), None)
+        return self.row(name, *converted(self.args))
+
+    def original(self) -> nn.Module:
+        """The example as it is."""
+        model: nn.Module = open_model(self.args.checkpoint).model.to(self.args.device)
+        return model
+
+    def trained(self, name: str) -> dict[str, Any]:
+        """Train, and measure what a file of it holds; the control is measured as it is."""
+        args, teacher, rank = self.args, None, None
+        if name == CONTROL:
+            model = self.original()
+            keep_bias_in_float32(model)
+        else:
+            model, rank = converted(args)
+            teacher = None if args.from_labels else self.original().eval()
+        if name == TERMS:
             only_terms(model)
         wanted = count(model)
-        average, steps, seconds = finetune(model, source(), test, args, teacher)
+        source = BatchSource(*self.data, Hyperparameters(batch=args.batch, lr=args.lr), args.seed)
+        average, steps, seconds = finetune(model, source, self.test, args, teacher)
+        if name != CONTROL:
+            average = reloaded(average, args)
         run = {"trained_parameters": wanted, "steps": steps, "seconds": round(seconds, 1)}
         run["learnt_from"] = "labels" if teacher is None else "original"
-        yield row(name, reloaded(average, args), rank, **run)
-    keep_bias_in_float32(original)
-    wanted = count(original)
-    average, steps, seconds = finetune(original, source(), test, args)
-    run = {"trained_parameters": wanted, "steps": steps, "seconds": round(seconds, 1)}
-    run["learnt_from"] = "labels"
-    yield row("original, all trained", average, None, **run)
+        return self.row(name, average, rank, **run)
+
+
+def setting(args: argparse.Namespace) -> Setting:
+    """Read the data."""
+    pairs = {"train": args.train_images, "test": args.test_images}
+    found = [
+        tuple(part[:most].to(args.device) for part in load_split(args.data, name))
+        for name, most in pairs.items()
+    ]
+    return Setting(args, *found)
 
 
 def arguments() -> argparse.Namespace:
@@ -173,6 +197,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--fill", action="store_true", help="ranks as kernels compute them anyway")
     parser.add_argument("--minutes", type=float, default=3.0, help="of each training")
     parser.add_argument("--steps", type=int, help="of each training, instead of --minutes")
+    parser.add_argument("--trainings", nargs="*", choices=TRAINED, default=list(TRAINED))
+    parser.add_argument("--resume", action="store_true", help="keep the rows of the output")
     parser.add_argument("--from-labels", action="store_true", help="not from the original")
     parser.add_argument("--batch", type=int, default=Hyperparameters.batch)
     parser.add_argument("--lr", type=float, default=3e-4)
@@ -189,20 +215,19 @@ def main() -> None:
     """Print and write a row per model."""
     args = arguments()
     torch.backends.cudnn.allow_tf32 = False
-    args.output.mkdir(parents=True, exist_ok=True)
-    with (args.output / "finetune_swinv2.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        for row in rows(args):
-            facts = {
-                "batch": args.batch, "lr": args.lr, "energy": args.energy, "fill": args.fill,
-                "test_images": args.test_images or 10_000, "seed": args.seed,
-                "device": describe_device(torch.device(args.device)),
-                "torch": torch.__version__, "timm": timm.__version__,
-            }  # fmt: skip
-            writer.writerow({**row, **facts})
-            file.flush()
-            print(row, flush=True)
+    facts = {
+        "batch": args.batch, "lr": args.lr, "energy": args.energy, "fill": args.fill,
+        "test_images": args.test_images or 10_000, "seed": args.seed,
+        "device": describe_device(torch.device(args.device)),
+        "torch": torch.__version__, "timm": timm.__version__,
+    }  # fmt: skip
+    path = args.output / "finetune_swinv2.csv"
+    table = RowFile(path, COLUMNS, key=KEY, versions=("torch", "timm"), resume=args.resume)
+    found = setting(args)
+    for name in (ORIGINAL, CONVERTED, *args.trainings):
+        if table.find({"name": name, **facts}) is None:
+            make = found.trained if name in TRAINED else found.untrained
+            print(table.add({**make(name), **facts}), flush=True)
 
 
 if __name__ == "__main__":
