@@ -68,7 +68,7 @@ GROUPS = {
         _models("gpt2-prefill-8k", COMPILED),
         _models("swinv2-l", VISION, 9),
         _models("bloom7b-decode", DECODED, 6),
-        _models("levit efficientformer", "original-compiled sdpa-compiled exact-compiled", 6),
+        _models("efficientformer", "original-compiled sdpa-compiled exact-compiled", 6),
     ],
     "families": [
         "bench_models.py --models families --variants original-compiled "

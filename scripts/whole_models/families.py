@@ -16,13 +16,13 @@ from typing import Any
 from . import documents, foreign, rarer, repositories
 from .case import Case
 from .given import Inputs, images, pages, pairs, sound, tokens
-from .parts import Parts, Sizes, family, of_timm, of_torchvision, of_transformers
+from .parts import Parts, Sizes, family, lively, of_timm, of_torchvision, of_transformers
 
 
 def cases(tiny: bool = False) -> dict[str, Case]:
     """By the names of the command line, all of which begin with "family-"."""
     s = Sizes(tiny)
-    made = {**_timm(s), **_vision(s), **_language(s), **_others(s)}
+    made = {**_timm(s), **_levit(s), **_vision(s), **_language(s), **_others(s)}
     for room in (rarer, documents, repositories, foreign):
         made |= room.parts(s)
     found = {name: family(name, *rest, tiny=tiny) for name, rest in made.items()}
@@ -79,6 +79,25 @@ def _timm(s: Sizes) -> Parts:
             s.many, 196, of_timm("coatnet_1_rw_224", **_staged(s)), images(pooled),
         ),
     }  # fmt: skip
+
+
+def _levit(s: Sizes) -> Parts:
+    """Both copies; one call of so small a model takes many images, else its host decides."""
+    size = 96 if s.tiny else 224
+    small: dict[str, Any] = {"img_size": size, "embed_dim": (16, 32), "depth": (1, 1)}
+    small |= {"num_heads": (1, 2), "key_dim": 8}
+    wide: dict[str, Any] = {"image_size": size, "hidden_sizes": (384, 512, 768)}
+    wide |= {"num_attention_heads": (6, 9, 12), "key_dim": (32, 32, 32)}
+    if s.tiny:
+        wide |= {"hidden_sizes": (16, 24, 32), "num_attention_heads": (1, 2, 3)}
+        wide |= {"key_dim": (8, 8, 8), "depths": (1, 1, 1)}
+    of_timms = of_timm("levit_384", **(small if s.tiny else {}))
+    copied = of_transformers("LevitModel", "LevitConfig", **wide)
+    batch = 1 if s.tiny else 4 * s.many
+    return {
+        "timm_levit, 384": (batch, 196, lambda: lively(of_timms()), images(size)),
+        "transformers_levit, as 384": (batch, 196, lambda: lively(copied()), images(size)),
+    }
 
 
 def _staged(s: Sizes) -> dict[str, Any]:

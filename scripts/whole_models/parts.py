@@ -35,6 +35,20 @@ def with_biases(model: nn.Module) -> nn.Module:
     return model
 
 
+@torch.no_grad()
+def lively(model: nn.Module) -> nn.Module:
+    """Weights that keep the size of what goes through, so that every block adds something.
+
+    Fresh ones of LeViT and its kind hide attention: norms and scales of layers begin near zero.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 and "attention_biases" not in name:
+            nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
+        elif name.endswith(("bn.weight", "batch_norm.weight", "gamma")):
+            nn.init.ones_(parameter)
+    return model
+
+
 def of_timm(name: str, **args: Any) -> Callable[[], nn.Module]:
     """A model of timm, without weights."""
     return lambda: timm.create_model(name, **args)

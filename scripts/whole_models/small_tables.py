@@ -1,9 +1,8 @@
-"""LeViT and EfficientFormer, which a plan leaves alone: is there nothing to save?
+"""EfficientFormer, which a plan leaves alone: is next to nothing gained?
 
-Their attention has 49 or 196 tokens and a small table that the whole batch shares. Here it is
-computed by the kernel all the same, with the table exact, whatever a plan says of it; the original
-and SDPA with a dense bias stand beside it. Downsampling between stages stays as it is, and so does
-EfficientViT, whose heads wait for each other: each of them is a call of its own.
+Its attention has 49 tokens and a small table that the whole batch shares. Here it is computed by
+the kernel all the same, with the table exact, whatever a plan says of it; the original and SDPA
+with a dense bias stand beside it.
 """
 
 from __future__ import annotations
@@ -13,23 +12,22 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.models.efficientformer import Attention as EfficientFormerAttention
-from timm.models.levit import Attention as LevitAttention
+from timm.models.efficientformer import Attention
 from torch import Tensor, nn
 
 from flashbias_convert.patched_attention import PatchedAttention
-from flashbias_convert.recipe import Description, Recipe, Site, UnsupportedSite
+from flashbias_convert.recipe import Description, Recipe, Site
 
 from .case import EXACT, ORIGINAL, SDPA, Case, converted
 from .given import images
 from .hand import replace_children, with_aligned_rows
-from .parts import Sizes, of_timm, with_biases
+from .parts import Sizes, lively, of_timm, with_biases
 
 _WAYS, _MODES = (ORIGINAL, SDPA, EXACT), ("eager", "compiled")
 
 
 class FusedAttention(PatchedAttention):
-    """Either class, with linear projections; values are wider than keys."""
+    """timm's `Attention` of EfficientFormer; values are wider than keys."""
 
     num_heads: int
     scale: float
@@ -49,7 +47,7 @@ class FusedAttention(PatchedAttention):
 
 
 class HandAttention(nn.Module):
-    """Either class with its bias made once, as a dense matrix, and SDPA.
+    """The same class with its bias made once, as a dense matrix, and SDPA.
 
     Args:
         original: the module.
@@ -87,19 +85,17 @@ def _split(module: Any, x: Tensor) -> tuple[Tensor, ...]:
 def describe(site: Site) -> Description:
     """The bias looked up as the module does."""
     module: Any = site.module
-    if getattr(module, "use_conv", False):
-        raise UnsupportedSite("it projects by convolutions")
     index = module.attention_bias_idxs
     bias = module.attention_biases[:, index]
     n = len(index)
     return Description(bias, module.num_heads, n, n, module.key_dim, index=index)
 
 
-#: for measuring alone: installed recipes leave these classes alone
+#: for measuring alone: the installed recipe leaves this class alone
 RECIPE = Recipe(
     name="small_tables",
-    title="LeViT and EfficientFormer, for measuring",
-    classes=("timm.models.levit.Attention", "timm.models.efficientformer.Attention"),
+    title="EfficientFormer, for measuring",
+    classes=("timm.models.efficientformer.Attention",),
     library="timm",
     tested=">=1.0.23,<1.1",
     attention=FusedAttention,
@@ -111,49 +107,21 @@ def alter(model: nn.Module, way: str) -> nn.Module:
     """The model with attention by hand, or by the kernel."""
     if way == EXACT:
         return converted(model, EXACT, recipes=[RECIPE])
-    for kind in (LevitAttention, EfficientFormerAttention):
-        if any(isinstance(module, kind) for module in model.modules()):
-            return replace_children(model, kind, lambda attention, _: HandAttention(attention))
-    raise RuntimeError("no attention of these classes")
+    return replace_children(model, Attention, lambda attention, _: HandAttention(attention))
 
 
 def cases(tiny: bool = False) -> dict[str, Case]:
-    """By the names of the command line."""
+    """By the name of the command line."""
     s = Sizes(tiny)
-    levit: dict[str, Any] = {"img_size": 32, "embed_dim": (16, 32), "depth": (1, 1)}
-    levit |= {"num_heads": (1, 2), "key_dim": 8}
-    former: dict[str, Any] = {"depths": (1, 1, 1, 2), "embed_dims": (8, 16, 24, 32)}
-    return {
-        name: _case(name, architecture, s, n, small if tiny else {})
-        for name, architecture, n, small in (
-            ("levit", "levit_384", 196, levit),
-            ("efficientformer", "efficientformer_l3", 49, former),
-        )
-    }
-
-
-@torch.no_grad()
-def _lively(model: nn.Module) -> nn.Module:
-    """Weights that keep the size of what goes through, so that every block adds something.
-
-    Fresh ones hide attention: norms and scales of layers begin near zero.
-    """
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1 and "attention_biases" not in name:
-            nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
-        elif name.endswith(("bn.weight", "gamma")):
-            nn.init.ones_(parameter)
-    return model
-
-
-def _case(name: str, architecture: str, s: Sizes, n: int, small: dict[str, Any]) -> Case:
-    make, given = of_timm(architecture, **small), images(small.get("img_size", 224))
+    small: dict[str, Any] = {"depths": (1, 1, 1, 2), "embed_dims": (8, 16, 24, 32)}
+    make, given = of_timm("efficientformer_l3", **(small if tiny else {})), images(224)
 
     def build(device: torch.device) -> nn.Module:
-        return _lively(with_biases(make())).to(device)
+        return lively(with_biases(make())).to(device)
 
     def inputs(_: Any, __: str, device: torch.device, dtype: torch.dtype, count: int) -> Any:
         return given(count, device, dtype)
 
-    batch = 1 if s.tiny else 4 * s.many if name == "levit" else s.many  # else its host decides
-    return Case(f"{architecture}, 224", batch, n, _WAYS, build, inputs, alter, _MODES)
+    # with fewer samples its host decides
+    parts = (s.many, 49, _WAYS, build, inputs, alter, _MODES)
+    return {"efficientformer": Case("efficientformer_l3, 224", *parts)}

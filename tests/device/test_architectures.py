@@ -19,7 +19,8 @@ from .models import on, plainly
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 NAMES = (
     "swinv2", "swin", "beit", "mpnet", "mpt", "falcon", "sam", "wavlm", "lilt",
-    "swinv2_of_transformers", "swin_of_transformers", "mvit", "pangu",
+    "swinv2_of_transformers", "swin_of_transformers", "mvit", "pangu", "levit",
+    "levit_of_transformers",
 )  # fmt: skip
 
 

@@ -237,8 +237,23 @@ def xlnet() -> Made:
 def levit() -> Made:
     from timm.models.levit import Levit
 
-    sizes = {"embed_dim": (16,), "key_dim": 8, "depth": (1,), "num_heads": (2,)}
-    return Levit(img_size=64, attn_ratio=(1,), **sizes), normal(2, 3, 64, 64)
+    sizes = {"embed_dim": (16, 32), "key_dim": 8, "depth": (1, 1), "num_heads": (2, 3)}
+    return Levit(img_size=96, num_classes=3, **sizes), normal(2, 3, 96, 96)
+
+
+@made
+def levit_of_transformers() -> Made:
+    sizes = {"hidden_sizes": (16, 24, 32), "key_dim": (8, 8, 8), "depths": (1, 1, 1)}
+    config = transformers.LevitConfig(image_size=96, num_attention_heads=(2, 3, 4), **sizes)
+    return transformers.LevitModel(config), {"pixel_values": normal(2, 3, 96, 96)}
+
+
+@made
+def efficientformer() -> Made:
+    from timm.models.efficientformer import EfficientFormer
+
+    sizes = {"depths": (1, 1, 1, 1), "embed_dims": (8, 8, 16, 16), "num_vit": 1}
+    return EfficientFormer(num_classes=3, **sizes), normal(2, 3, 224, 224)
 
 
 @made

@@ -23,7 +23,8 @@ CASES = families.cases(tiny=True)
 #: those whose bias depends on such buffers
 LOOKED_UP = [
     "timm_swinv2", "timm_swin", "timm_beit", "timm_rel_pos", "timm_tiny_vit", "timm_gcvit",
-    "timm_swinv2_cr", "transformers_swin", "transformers_swinv2",
+    "timm_levit", "timm_swinv2_cr", "transformers_levit", "transformers_swin",
+    "transformers_swinv2",
 ]  # fmt: skip
 #: zeros that are added to q, k and v: they make no bias
 _OF_PROJECTIONS = ("k_bias",)

@@ -32,13 +32,25 @@ def cait() -> nn.Module:
     return model
 
 
-def levit() -> nn.Module:
-    from timm.models.levit import Levit
+def efficientformer() -> nn.Module:
+    from timm.models.efficientformer import EfficientFormer
 
-    model: nn.Module = Levit(
-        img_size=32, embed_dim=(16, 32), key_dim=8, depth=(1, 1), num_heads=(2, 4), num_classes=3
+    model: nn.Module = EfficientFormer(
+        depths=(1, 1, 1, 2), embed_dims=(8, 8, 16, 16), num_vit=2, num_classes=3
     )
     return model
+
+
+def small_tables() -> nn.Module:
+    from timm.models.efficientformer_v2 import Attention2dDownsample
+    from timm.models.efficientvit_msra import CascadedGroupAttention
+
+    return nn.ModuleList(
+        [
+            Attention2dDownsample(16, key_dim=8, num_heads=2, resolution=4),
+            CascadedGroupAttention(16, key_dim=8, num_heads=2, attn_ratio=1, resolution=4),
+        ]
+    )
 
 
 def deberta(version: str) -> nn.Module:
@@ -180,7 +192,8 @@ SECOND = ("Inkling2SlidingAttention", "Inkling2FullAttention")
 LOOP = ("Inkling2LoopSlidingAttention", "Inkling2LoopFullAttention")
 CASES: dict[str, tuple[Any, dict[str, int], str]] = {
     "CaiT": (cait, {"unsupported": 2}, "mixes its heads"),
-    "LeViT": (levit, {"left alone": 3}, "nothing to save"),
+    "EfficientFormer": (efficientformer, {"left alone": 2}, "next to nothing is gained"),
+    "EfficientFormer V2, EfficientViT": (small_tables, {"left alone": 2}, "was not measured"),
     "DeBERTa": (lambda: deberta(""), {"unsupported": 2}, "full rank"),
     "DeBERTa V2": (lambda: deberta("V2"), {"unsupported": 2}, "full rank"),
     "XLNet": (xlnet, {"unsupported": 2}, "relative shift"),
@@ -267,4 +280,4 @@ def test_nobody_is_told_to_force_what_is_impossible() -> None:
         require_patched(inspect_model(cait()))
     assert raised.value.hint == ""
     with pytest.raises(NothingToConvertError, match="worth converting"):
-        require_patched(inspect_model(levit()))
+        require_patched(inspect_model(efficientformer()))
