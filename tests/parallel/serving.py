@@ -220,17 +220,49 @@ def share(rank: int, world: int) -> dict[str, Any]:
         )
         plans[name] = (plan.to_json(), terms_of(plan))
     plans |= from_inputs(dist.group.WORLD)
-    try:
-        spread([lambda: 1, _broken, lambda: 3])
-        failure = ""
-    except ZeroDivisionError as error:
-        failure = str(error)
     numbers = spread([lambda at=at: at * at for at in range(7)])  # type: ignore[misc]
-    return {"plans": plans, "told": told, "failure": failure, "numbers": numbers}
+    return {"plans": plans, "told": told, "failures": _failures(), "numbers": numbers}
 
 
-def _broken() -> int:
+def _failures() -> dict[str, str]:
+    """What every process raises where one of them fails, by the kind of failure."""
+    calls: dict[str, tuple[Any, Any]] = {
+        "raises": (_broken, None),
+        "cannot be sent": (lambda: lambda: 1, None),
+        "raises what cannot be sent": (_broken_with_a_function, None),
+        "is told": (lambda: 2, _broken),
+    }
+    found = {}
+    for name, (second, done) in calls.items():
+        try:
+            spread([lambda: 1, second, lambda: 3], done=done)
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def _broken(*_: Any) -> int:
     raise ZeroDivisionError("the second one")
+
+
+def _broken_with_a_function() -> int:
+    raise ValueError("it holds", lambda: 1)
+
+
+def keep(rank: int, world: int) -> dict[str, Any]:
+    """Terms of plans that were made together, and those that each process was given to keep."""
+    kept: list[ScoreBias] = []
+
+    def put_away(bias: ScoreBias) -> ScoreBias:
+        kept.append(bias.to("meta"))
+        return kept[-1]
+
+    _, model, options = models()[0]
+    plan = inspect_model(model, group=dist.group.WORLD, keep=put_away, **options)
+    return {
+        "waits": [any(site.bias is bias for bias in kept) for site in plan.patched],
+        "kept": len(kept),
+    }
 
 
 def models() -> list[tuple[str, nn.Module, dict[str, Any]]]:

@@ -23,6 +23,7 @@ from .serving import (
     SPLIT,
     WRAPPED,
     from_inputs,
+    keep,
     models,
     plan_of_transformers,
     serve,
@@ -158,6 +159,15 @@ def test_a_plan_does_not_depend_on_the_processes(
             assert their_terms.keys() == terms.keys() and terms
             assert all(torch.equal(their_terms[key], terms[key]) for key in terms)
         assert [s["status"] for s in found["plans"]["toy"][0]["sites"]].count("failed") == 1
-        assert found["failure"] == "the second one"
+        failures = dict(found["failures"])
+        assert failures["raises"] == failures["is told"] == "ZeroDivisionError: the second one"
+        assert "UsageError: a result of type function cannot be sent" in failures["cannot be sent"]
+        assert "ValueError: ('it holds'" in failures["raises what cannot be sent"]
         assert found["numbers"] == [at * at for at in range(7)]
         assert all(0 < done <= total for done, total, _ in found["told"])
+
+
+def test_terms_that_were_planned_together_wait_where_they_are_kept(tmp_path: Path) -> None:
+    for found in run(keep, 2, tmp_path / "keep"):
+        assert found["kept"] == len(found["waits"]) > 0
+        assert all(found["waits"])
