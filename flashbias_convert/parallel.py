@@ -25,6 +25,7 @@ from .assignment import assigned
 from .errors import FlashBiasError, UsageError
 from .modules import ScoreBiasModule
 from .patched_attention import PatchedAttention
+from .split_layers import mark_split
 from .swap import SUBMODULE, patched_modules
 
 T = TypeVar("T")
@@ -52,8 +53,10 @@ def shard_sites(model: nn.Module, mesh: DeviceMesh) -> int:
         How many sites were split.
 
     Raises:
-        UsageError: nothing is patched, a site is split already or its recipe does not say how, or
-            the heads of one cannot be shared out evenly. The model is as it was.
+        UsageError: nothing is patched, a site is split already or its recipe does not say how, the
+            heads of one cannot be shared out evenly, or a layer that makes q, k and v was split by
+            the style for another order of its rows (a call finds that if it is split afterwards).
+            The model is as it was.
     """
     if mesh.ndim != 1:
         raise UsageError(f"the mesh must have one dimension, it has {mesh.ndim}")
@@ -85,6 +88,8 @@ def _require_even(site: PatchedAttention, parts: int) -> None:
         value = getattr(site, attribute, None)
         if value is not None and (not isinstance(value, Tensor) or value.shape[0] % parts):
             raise UsageError(f"{attribute} of a {name} cannot be split over {parts} processes")
+    if parts > 1:
+        site.require_layout()
 
 
 def _shard_site(site: PatchedAttention, parts: int, part: int) -> None:
@@ -153,6 +158,7 @@ class ColwiseFused(ParallelStyle):
         for name in ("weight", "bias"):
             _keep_part(module, name, parts, part, self._parts)
         module.out_features //= parts
+        mark_split(module, self._parts)
         return module
 
 

@@ -20,6 +20,7 @@ pytest.importorskip("transformers")
 
 from .processes import got_ocr, model_of, outputs, run
 from .serving import (
+    PACKED,
     SPLIT,
     WRAPPED,
     from_inputs,
@@ -93,6 +94,15 @@ def test_what_a_split_model_refuses(served: Found) -> None:
         assert "no module of this model is patched" in refusals["nothing"]
         assert "3 heads of a BiasedAttention cannot be split" in refusals["three"]
         assert "does not say how its heads can be split" in refusals["recipe"]
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_layers_that_were_split_into_other_rows_are_refused(served: Found, name: str) -> None:
+    right = "ColwiseParallel()" if name in ("bloom", "falcon") else "ColwiseFused(3)"
+    for found in served:
+        for when in ("", ", later"):
+            refusal = found["refusals"][f"rows of {name}{when}"]
+            assert "was split as if it made" in refusal and f"split it by {right}" in refusal
 
 
 def test_other_weights_are_noticed_inside_wrappers(served: Found) -> None:
