@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from torch import fx, nn
 
 from .errors import UsageError
+from .hooks import at_hand, children_read, is_hooked
 
 #: in front of the name of an original class
 PATCHED_PREFIX = "FlashBias"
@@ -79,17 +80,22 @@ def _name(original_class: type[nn.Module]) -> str:
 def _named_arguments(
     forward: Callable[..., Any], original: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """`forward` with the signature of `original`.
+    """`forward` with the signature of `original`, and with the weights that it reads at hand.
 
-    Others ask for it: torch.export to name inputs, trainers to know which columns a model takes.
+    Others ask for the signature: torch.export to name inputs, trainers to know which columns a
+    model takes.
     """
 
-    def patched_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def patched_forward(self: Composed, *args: Any, **kwargs: Any) -> Any:
         given = (args,) if isinstance(args, fx.Proxy) else (*args, *kwargs.values())
         for value in given:  # torch.fx makes one of all arguments of a whole model
             if isinstance(value, fx.Proxy):
                 return _as_one_node(self, value.tracer, args, kwargs)
-        return forward(self, *args, **kwargs)
+        if not is_hooked(self):
+            return forward(self, *args, **kwargs)
+        # the hooks of children load their weights when they are called; it may read them before
+        with at_hand(children_read(self, self.children_to_read())):
+            return forward(self, *args, **kwargs)
 
     patched_forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     patched_forward.__doc__ = original.__doc__

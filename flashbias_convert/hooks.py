@@ -14,8 +14,6 @@ from typing import Any
 
 from torch import nn
 
-from .composed import Composed
-
 #: attributes of an instance that hold its forward: what runs, and what accelerate calls beneath
 _FORWARDS = ("forward", "_old_forward")
 
@@ -42,20 +40,13 @@ def swap_class(module: nn.Module, cls: type[Any]) -> None:
     own = [name for name in _FORWARDS if _is_of_class(vars(module).get(name), module)]
     module.__class__ = cls
     for name in own:
-        forward = _with_weights if issubclass(cls, Composed) else cls.forward
-        vars(module)[name] = types.MethodType(forward, module)
+        vars(module)[name] = types.MethodType(cls.forward, module)
 
 
 def _is_of_class(forward: Any, module: nn.Module) -> bool:
     if not isinstance(forward, types.MethodType) or forward.__self__ is not module:
         return False
-    return forward.__func__ in (type(module).forward, _with_weights)
-
-
-def _with_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a patched class: it may read weights of children that it does not call."""
-    with at_hand(children_read(self, self.children_to_read())):
-        return type(self).forward(self, *args, **kwargs)
+    return forward.__func__ is type(module).forward
 
 
 def children_read(module: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
@@ -67,6 +58,19 @@ def children_read(module: nn.Module, names: Sequence[str] | None) -> list[nn.Mod
 
 
 # -- weights that are elsewhere --------------------------------------------------------------
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether accelerate has hooks on a module or on a child of it; every call asks.
+
+    It has none where a module has no tensors of its own, and hooks on children all the same.
+    """
+    if "_hf_hook" in module.__dict__:
+        return True
+    for child in module._modules.values():  # a loop: a generator takes twice as long
+        if child is not None and "_hf_hook" in child.__dict__:
+            return True
+    return False
 
 
 @contextmanager

@@ -12,6 +12,7 @@ place serves with the terms of the old one.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -24,9 +25,12 @@ from .assignment import assigned
 from .errors import FlashBiasError, UsageError
 from .modules import ScoreBiasModule
 from .patched_attention import PatchedAttention
+from .split_layers import mark_split
 from .swap import SUBMODULE, patched_modules
 
 T = TypeVar("T")
+#: which call of all, its result, and what went wrong
+Entry = tuple[int, Any, Exception | None]
 
 
 # -- tensor parallelism --------------------------------------------------------------------
@@ -49,8 +53,10 @@ def shard_sites(model: nn.Module, mesh: DeviceMesh) -> int:
         How many sites were split.
 
     Raises:
-        UsageError: nothing is patched, a site is split already or its recipe does not say how, or
-            the heads of one cannot be shared out evenly. The model is as it was.
+        UsageError: nothing is patched, a site is split already or its recipe does not say how, the
+            heads of one cannot be shared out evenly, or a layer that makes q, k and v was split by
+            the style for another order of its rows (a call finds that if it is split afterwards).
+            The model is as it was.
     """
     if mesh.ndim != 1:
         raise UsageError(f"the mesh must have one dimension, it has {mesh.ndim}")
@@ -82,6 +88,8 @@ def _require_even(site: PatchedAttention, parts: int) -> None:
         value = getattr(site, attribute, None)
         if value is not None and (not isinstance(value, Tensor) or value.shape[0] % parts):
             raise UsageError(f"{attribute} of a {name} cannot be split over {parts} processes")
+    if parts > 1:
+        site.require_layout()
 
 
 def _shard_site(site: PatchedAttention, parts: int, part: int) -> None:
@@ -150,6 +158,7 @@ class ColwiseFused(ParallelStyle):
         for name in ("weight", "bias"):
             _keep_part(module, name, parts, part, self._parts)
         module.out_features //= parts
+        mark_split(module, self._parts)
         return module
 
 
@@ -167,7 +176,7 @@ def spread(
 
     Args:
         work: what to call; the same on all processes. Results are sent by pickle, so they should
-            lie on the CPU.
+            lie on the CPU; one that pickle refuses is an exception of its process.
         group: the processes; default all.
         done: told how many of its own calls this process has done, after each.
         costs: how much work each call is, in any unit, the same on all processes: the longest is
@@ -182,17 +191,17 @@ def spread(
     costs = [1.0] * len(work) if costs is None else costs
     if len(costs) != len(work):
         raise ValueError(f"{len(costs)} costs for {len(work)} calls")
-    own: list[tuple[int, T | None, Exception | None]] = []
+    own: list[Entry] = []
     for at in assigned(costs, parts)[part]:
         try:
-            own.append((at, work[at](), None))
+            own.append((at, _sendable(work[at]()), None))
+            if done is not None:
+                done(len(own))
         except Exception as error:  # the others wait for this process
-            own.append((at, None, error))
+            own.append((at, None, _told(error)))
             break
-        if done is not None:
-            done(len(own))
     everywhere: list[Any] = [None] * parts
-    dist.all_gather_object(everywhere, [_sendable(entry) for entry in own], group=group)
+    dist.all_gather_object(everywhere, own, group=group)
     found = sorted((entry for some in everywhere for entry in some), key=lambda entry: entry[0])
     for _, _, failure in found:
         if failure is not None:
@@ -200,13 +209,32 @@ def spread(
     return [result for _, result, _ in found]
 
 
-def _sendable(entry: tuple[int, Any, Exception | None]) -> tuple[int, Any, Exception | None]:
-    """An exception that may not survive a pickle is sent as its text."""
-    at, _, error = entry
-    known = isinstance(error, FlashBiasError) or type(error).__module__ == "builtins"
-    if error is None or known:
-        return entry
-    return at, None, RuntimeError(f"{type(error).__name__}: {error}")
+def _sendable(result: T) -> T:
+    """The same result, tried out before all are sent at once: then the others would wait.
+
+    Raises:
+        UsageError: pickle refuses it.
+    """
+    try:
+        pickle.dumps(result)
+    except Exception as error:  # classes raise what they like
+        raise UsageError(
+            f"a result of type {type(result).__name__} cannot be sent to the other processes: "
+            f"{type(error).__name__}: {error}",
+            "return what pickle takes, such as tensors and numbers",
+        ) from error
+    return result
+
+
+def _told(error: Exception) -> Exception:
+    """The exception that all processes raise: the same, or its text where a pickle loses it."""
+    try:
+        if isinstance(error, FlashBiasError) or type(error).__module__ == "builtins":
+            pickle.loads(pickle.dumps(error))  # own bytes: nothing foreign is read
+            return error
+    except Exception:  # it holds something that cannot be sent
+        pass
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 __all__ = ["ColwiseFused", "shard_sites", "spread"]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import torch
@@ -26,6 +27,7 @@ from .seals import (
     values_of,
     vouches,
 )
+from .split_layers import require_layout
 from .tracing import is_traced
 from .trained_terms import dropout_problem
 
@@ -48,6 +50,9 @@ class PatchedAttention(Composed):
     head_counts: ClassVar[tuple[str, ...]] = ()
     #: names of parameters and buffers with an entry, or a group of equal size, for every head
     head_values: ClassVar[tuple[str, ...]] = ()
+    #: names of children that make q, k and v at once, and of how many outputs one after the other:
+    #: 3 for all queries, then all keys, then all values; 1 where rows go head by head
+    packed: ClassVar[Mapping[str, int]] = MappingProxyType({})
 
     #: over how many processes the heads are split
     split_over: int = 1
@@ -98,6 +103,8 @@ class PatchedAttention(Composed):
         if not torch.compiler.is_compiling():
             self.check_fresh()
             self._check_gradients()
+            if self.split_over > 1:  # its layers may have been split after its terms
+                self.require_layout()
         return self.flashbias_forward(*args, **kwargs)
 
     def original_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,6 +127,10 @@ class PatchedAttention(Composed):
                 "serve it in evaluation mode, without attention weights and masks of your own",
             )
         return super().original_forward(*args, **kwargs)
+
+    def require_layout(self) -> None:
+        """Raise UsageError if a layer of `packed` was split in a way that does not fit it."""
+        require_layout(self, self.packed, self.original_class.__name__)
 
     def runs_original(self) -> bool:
         """Whether the original forward runs: in training, or while a bypassed child trains."""

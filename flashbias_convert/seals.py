@@ -107,7 +107,7 @@ def kept_elsewhere(module: nn.Module, sources: Sources) -> bool:
     while a weight is offloaded.
     """
     tensors = list(_tensors(sources))
-    if getattr(module, "_is_fsdp_managed_module", False) or any(map(_is_distributed, tensors)):
+    if getattr(module, "_is_fsdp_managed_module", False) or any(map(is_distributed, tensors)):
         return True
     hooked = any(hasattr(child, "_hf_hook") for child in module.modules())
     return hooked and any(tensor.is_meta for tensor in tensors)
@@ -117,13 +117,14 @@ def _tensors(sources: Sources) -> Iterator[Tensor]:
     return (source for source in sources if isinstance(source, Tensor))
 
 
-def _is_distributed(tensor: Tensor) -> bool:
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether it is a DTensor."""
     # by name: torch.distributed may not be there
     return type(tensor).__module__.startswith("torch.distributed.")
 
 
 def _identity(tensor: Tensor) -> Hashable:
-    if _is_distributed(tensor):
+    if is_distributed(tensor):
         return (id(tensor), _identity(tensor.to_local()))  # type: ignore[attr-defined]
     # the address tells of `parameter.data = ...`, which the version does not count
     address = 0 if _is_wrapped(tensor) else tensor.data_ptr()
@@ -219,7 +220,7 @@ def vouches(rows: Sequence[Row], sources: Sources) -> bool:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    if _is_distributed(tensor):  # all processes come here: they load or train together
+    if is_distributed(tensor):  # all processes come here: they load or train together
         tensor = tensor.full_tensor()  # type: ignore[attr-defined]
     return tensor.detach()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Hashable, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ class BeitAttention(PatchedAttention):
     bypassed = ("attn_drop",)
     head_counts = ("num_heads",)
     head_values = ("q_bias", "k_bias", "v_bias")
+    packed: ClassVar[Mapping[str, int]] = MappingProxyType({"qkv": 3})
 
     window_size: tuple[int, int] | None
     num_heads: int

@@ -78,6 +78,8 @@ class RelPosAttention(PatchedAttention):
 class RelPosOwner(PatchedOwner):
     """`VisionTransformerRelPos` with one bias for all blocks: hands on a table, not the matrix."""
 
+    reads = ("shared_rel_pos",)
+
     def flashbias_forward(self, *args: Any, **kwargs: Any) -> Any:
         with self.lean():
             return self.original_forward(*args, **kwargs)

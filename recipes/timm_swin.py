@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Hashable, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ class SwinWindowAttention(WindowAttention):
 
     bypassed = ("attn_drop", "softmax")
     head_counts = ("num_heads",)
+    packed: ClassVar[Mapping[str, int]] = MappingProxyType({"qkv": 3})
 
     window_size: tuple[int, int]
     num_heads: int

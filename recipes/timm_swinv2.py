@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +30,7 @@ class SwinV2WindowAttention(WindowAttention):
     bypassed = ("cpb_mlp", "attn_drop", "softmax")
     head_counts = ("num_heads",)
     head_values: ClassVar[tuple[str, ...]] = ("logit_scale", "q_bias", "k_bias", "v_bias")
+    packed: ClassVar[Mapping[str, int]] = MappingProxyType({"qkv": 3})
 
     window_size: tuple[int, int]
     pretrained_window_size: tuple[int, int]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Hashable, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ class BloomAttention(PatchedAttention):
 
     bypassed = ("attention_dropout",)
     head_counts = ("num_heads",)
+    packed: ClassVar[Mapping[str, int]] = MappingProxyType({"query_key_value": 1})
 
     num_heads: int
     inv_norm_factor: float

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ class FalconAttention(PatchedAttention):
 
     bypassed = ("attention_dropout",)
     head_counts = ("num_heads",)
+    packed: ClassVar[Mapping[str, int]] = MappingProxyType({"query_key_value": 1})
 
     num_heads: int
     inv_norm_factor: float

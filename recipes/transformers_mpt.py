@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Hashable, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ class MptAttention(PatchedAttention):
     """`MptAttention`; the projections are the original's."""
 
     head_counts = ("n_heads",)
+    packed: ClassVar[Mapping[str, int]] = MappingProxyType({"Wqkv": 3})
 
     n_heads: int
     softmax_scale: float

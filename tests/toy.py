@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
+from types import MappingProxyType
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +45,7 @@ def _smooth(heads: int, tokens: int) -> Tensor:
 class FlashBiasedAttention(PatchedAttention):
     bypassed = ("attn_drop",)
     head_counts = ("heads",)
+    packed: ClassVar[Mapping[str, int]] = MappingProxyType({"qkv": 3})
 
     heads: int
     tokens: int

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..no_site import nothing_found
 from ..options import DecomposeOptions, Method
-from ..plan import Plan
+from ..plan import Plan, SitePlan
 from ..recipe import Recipe, Registry
 from ..selection import Choice
 from ..terms import ScoreBias
@@ -59,7 +59,8 @@ def inspect_model(
             with the same options and get the same plan, which does not depend on their number.
             ``torch.distributed.group.WORLD`` for all. Default: this process does everything.
         keep: called with the terms of each site once it is planned; returns the same terms from
-            where they are to wait, such as a file that is memory-mapped. Default: in memory.
+            where they are to wait, such as a file that is memory-mapped. Default: in memory. With
+            a `group`, every process calls it for all sites, once all of them are planned.
 
     Returns:
         A plan with one entry for every site that a recipe matches.
@@ -92,12 +93,18 @@ def inspect_model(
             plans = []
             for match in matches:
                 made = plan_site(match, options, chosen.reason_against(match.names))
-                if keep is not None:
-                    made = replace(made, bias=None if made.bias is None else keep(made.bias))
-                plans.append(made)
+                plans.append(_kept(made, keep))
                 if progress is not None:
                     progress(len(plans), len(matches), match.site.name)
         else:
-            plans = plan_together(matches, options, chosen, progress, group)
+            shared = plan_together(matches, options, chosen, progress, group)
+            plans = [_kept(made, keep) for made in shared]
     owners = [shared_owner(match.site, match.recipe) for match in matches]
     return Plan(options, together(owners, plans), versions=library_versions())
+
+
+def _kept(plan: SitePlan, keep: Callable[[ScoreBias], ScoreBias] | None) -> SitePlan:
+    """The plan of a site with its terms where `keep` has put them."""
+    if keep is None or plan.bias is None:
+        return plan
+    return replace(plan, bias=keep(plan.bias))

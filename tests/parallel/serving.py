@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ from .processes import VISION, got_ocr, model_of, outputs
 
 WRAPPED = ("toy", "swin", "bloom")
 SPLIT = ("toy", "swin", "bloom", "mpt", "falcon", "t5", *VISION)
+#: those whose layers make q, k and v at once
+PACKED = ("toy", "swin", "bloom", "mpt", "falcon", "timm swin", "timm beit", "timm shared beit")
 #: the projections of each attention: to the heads, and from them
 _TIMM: tuple[tuple[str, ...], type[ParallelStyle], str] = (("qkv",), ColwiseFused, "proj")
 _THREE = (("q_proj", "k_proj", "v_proj"), ColwiseParallel, "o_proj")
@@ -89,11 +92,27 @@ def _fsdp(name: str, world: int) -> list[Tensor]:
     return [*found, outputs(model, x)]
 
 
-def split(name: str, world: int) -> tuple[nn.Module, Tensor]:
-    """A model whose heads are split over all processes."""
+def split(
+    name: str,
+    world: int,
+    wrong: type[ParallelStyle] | None = None,
+    *,
+    terms_first: bool = False,
+) -> tuple[nn.Module, Tensor]:
+    """A model whose heads are split over all processes.
+
+    Args:
+        name: which.
+        world: how many processes.
+        wrong: the style for its projections to heads; default the right one.
+        terms_first: whether the terms are split before the projections.
+    """
     model, x = model_of(name)
     mesh = init_device_mesh("cpu", (world,))
     to_heads, style, from_heads = _PROJECTIONS[name]
+    style = wrong or style
+    if terms_first:
+        shard_sites(model, mesh)
     found: list[nn.Module] = list(patched_modules(model))
     if name in _WHERE:
         found = [m for key, m in model.named_modules() if key.rpartition(".")[2] == _WHERE[name]]
@@ -104,7 +123,8 @@ def split(name: str, world: int) -> tuple[nn.Module, Tensor]:
                 parallelize_module(module, mesh, style())
             elif leaf == from_heads:
                 parallelize_module(module, mesh, RowwiseParallel())
-    assert shard_sites(model, mesh) == len(patched_modules(model))
+    if not terms_first:
+        assert shard_sites(model, mesh) == len(patched_modules(model))
     return model, x
 
 
@@ -150,6 +170,10 @@ def _refusals(world: int) -> dict[str, str]:
         "nothing": lambda: shard_sites(make_model(), mesh),
         "three": lambda: shard_sites(model_of_three, mesh),
     }
+    for kind in PACKED:
+        wrong = ColwiseParallel if _PROJECTIONS[kind][1] is ColwiseFused else ColwiseFused
+        calls[f"rows of {kind}"] = partial(split, kind, world, wrong)
+        calls[f"rows of {kind}, later"] = partial(_called, kind, world, wrong)
     found = {}
     for name, call in calls.items():
         try:
@@ -157,6 +181,11 @@ def _refusals(world: int) -> dict[str, str]:
         except (UsageError, StaleTermsError) as error:
             found[name] = str(error)
     return found
+
+
+def _called(name: str, world: int, wrong: type[ParallelStyle]) -> None:
+    model, x = split(name, world, wrong, terms_first=True)
+    outputs(model, x)
 
 
 def _stale_when_wrapped(world: int) -> dict[str, str]:
@@ -220,17 +249,49 @@ def share(rank: int, world: int) -> dict[str, Any]:
         )
         plans[name] = (plan.to_json(), terms_of(plan))
     plans |= from_inputs(dist.group.WORLD)
-    try:
-        spread([lambda: 1, _broken, lambda: 3])
-        failure = ""
-    except ZeroDivisionError as error:
-        failure = str(error)
     numbers = spread([lambda at=at: at * at for at in range(7)])  # type: ignore[misc]
-    return {"plans": plans, "told": told, "failure": failure, "numbers": numbers}
+    return {"plans": plans, "told": told, "failures": _failures(), "numbers": numbers}
 
 
-def _broken() -> int:
+def _failures() -> dict[str, str]:
+    """What every process raises where one of them fails, by the kind of failure."""
+    calls: dict[str, tuple[Any, Any]] = {
+        "raises": (_broken, None),
+        "cannot be sent": (lambda: lambda: 1, None),
+        "raises what cannot be sent": (_broken_with_a_function, None),
+        "is told": (lambda: 2, _broken),
+    }
+    found = {}
+    for name, (second, done) in calls.items():
+        try:
+            spread([lambda: 1, second, lambda: 3], done=done)
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def _broken(*_: Any) -> int:
     raise ZeroDivisionError("the second one")
+
+
+def _broken_with_a_function() -> int:
+    raise ValueError("it holds", lambda: 1)
+
+
+def keep(rank: int, world: int) -> dict[str, Any]:
+    """Terms of plans that were made together, and those that each process was given to keep."""
+    kept: list[ScoreBias] = []
+
+    def put_away(bias: ScoreBias) -> ScoreBias:
+        kept.append(bias.to("meta"))
+        return kept[-1]
+
+    _, model, options = models()[0]
+    plan = inspect_model(model, group=dist.group.WORLD, keep=put_away, **options)
+    return {
+        "waits": [any(site.bias is bias for bias in kept) for site in plan.patched],
+        "kept": len(kept),
+    }
 
 
 def models() -> list[tuple[str, nn.Module, dict[str, Any]]]:

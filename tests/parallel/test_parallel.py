@@ -20,9 +20,11 @@ pytest.importorskip("transformers")
 
 from .processes import got_ocr, model_of, outputs, run
 from .serving import (
+    PACKED,
     SPLIT,
     WRAPPED,
     from_inputs,
+    keep,
     models,
     plan_of_transformers,
     serve,
@@ -94,6 +96,15 @@ def test_what_a_split_model_refuses(served: Found) -> None:
         assert "does not say how its heads can be split" in refusals["recipe"]
 
 
+@pytest.mark.parametrize("name", PACKED)
+def test_layers_that_were_split_into_other_rows_are_refused(served: Found, name: str) -> None:
+    right = "ColwiseParallel()" if name in ("bloom", "falcon") else "ColwiseFused(3)"
+    for found in served:
+        for when in ("", ", later"):
+            refusal = found["refusals"][f"rows of {name}{when}"]
+            assert "was split as if it made" in refusal and f"split it by {right}" in refusal
+
+
 def test_other_weights_are_noticed_inside_wrappers(served: Found) -> None:
     for found in served:
         stale = dict(found["stale"])
@@ -158,6 +169,15 @@ def test_a_plan_does_not_depend_on_the_processes(
             assert their_terms.keys() == terms.keys() and terms
             assert all(torch.equal(their_terms[key], terms[key]) for key in terms)
         assert [s["status"] for s in found["plans"]["toy"][0]["sites"]].count("failed") == 1
-        assert found["failure"] == "the second one"
+        failures = dict(found["failures"])
+        assert failures["raises"] == failures["is told"] == "ZeroDivisionError: the second one"
+        assert "UsageError: a result of type function cannot be sent" in failures["cannot be sent"]
+        assert "ValueError: ('it holds'" in failures["raises what cannot be sent"]
         assert found["numbers"] == [at * at for at in range(7)]
         assert all(0 < done <= total for done, total, _ in found["told"])
+
+
+def test_terms_that_were_planned_together_wait_where_they_are_kept(tmp_path: Path) -> None:
+    for found in run(keep, 2, tmp_path / "keep"):
+        assert found["kept"] == len(found["waits"]) > 0
+        assert all(found["waits"])

@@ -110,3 +110,16 @@ def test_garbage_in_the_buffers_is_refused() -> None:
     model = vit()
     model.shared_rel_pos.relative_position_index.zero_()
     assert inspect_model(model).counts() == {"unsupported": 2}
+
+
+@pytest.mark.parametrize("name", ["mlp", "table cls"])
+def test_a_bias_that_accelerate_offloads(name: str) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = CASES[name].make()
+    patch_model(model, method="exact", force_all=True, backend="eager")
+    with torch.no_grad():
+        expected = whole(model)
+        x = image(model)
+        accelerate.cpu_offload(model, execution_device="cpu")
+        assert torch.equal(model(x), expected)
+        assert torch.equal(model(x), expected)
