@@ -3,7 +3,7 @@
 The PDE solver of the FlashBias paper (section 4.4): eight layers of 128 channels, eight heads and
 256 channels of feed-forward, whose attention adds -w[h, i] |x_i - x_j|^2 to the scores. The
 weights are made from the tokens, in every layer and head anew, so that a solver serves any set of
-points, as an adaptive mesh does. Distances are four exact columns of factors; nothing of size
+points, as an adaptive mesh does. Distances are five exact columns of factors; nothing of size
 N x N is made. Train it under autocast: coordinates, weights and factors stay fp32 there.
 """
 
@@ -65,7 +65,7 @@ class Distances:
 
     Attributes:
         points: fp32, shape (B, N, d), centred.
-        phi_q, phi_k: fp32, shape (B, 1, N, d + 1), of minus the squared distance.
+        phi_q, phi_k: fp32, shape (B, 1, N, d + 2), of minus the squared distance.
     """
 
     points: Tensor
@@ -75,12 +75,12 @@ class Distances:
     @classmethod
     def of(cls, points: Tensor) -> Distances:
         """Centred in fp64; raises TypeError for points in half precision."""
-        phi_q, phi_k = distance_factors(points)
+        phi_q, phi_k = distance_factors(points, whole=True)  # weights learn
         centre = points.double().mean(-2, keepdim=True)
         return cls((points - centre).to(points.dtype), phi_q, phi_k)
 
     def bias(self, weight: Tensor) -> ScoreBias:
-        """Terms for a weight (B, H, N), up to a constant per row, which softmax ignores."""
+        """Terms for a weight (B, H, N)."""
         term = LowRank(phi_q=self.phi_q, phi_k=self.phi_k, row_scale=weight)
         return ScoreBias((term,), weight.shape[-2])
 

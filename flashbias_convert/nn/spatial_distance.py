@@ -15,9 +15,9 @@ from .base import LearnableBias, require_positive
 class SpatialDistanceBias(LearnableBias):
     """Minus a weight times the squared distance of two points: ``-w[h, i] |x_i - y_j|^2``.
 
-    What all keys of a query have in common is left out, ``-w[h, i] |x_i|^2`` after centring:
-    softmax ignores it, and four columns are exact for points in space. Source: FlashBias, Example
-    3.5 and section 4.4 (a learnable weight for every token).
+    Where weights have no gradient, what all keys of a query have in common is left out,
+    ``-w[h, i] |x_i|^2`` after centring: softmax ignores it, and four columns are exact for points
+    in space. Source: FlashBias, Example 3.5 and section 4.4 (a learnable weight for every token).
 
     The weight of a head is the exponential of a parameter, so that it stays positive; heads start
     with a geometric series, from about the whole set of points to a small part of it.
@@ -70,10 +70,10 @@ class SpatialDistanceBias(LearnableBias):
             TypeError: points in half precision, which rounds coordinates before they are centred.
             UsageError: points of different dimensions.
         """
-        phi_q, phi_k = distance_factors(queries, keys)
         gate = self.log_weight.exp()
         if weight is not None:
             gate = gate * weight.to(gate.dtype)
+        phi_q, phi_k = distance_factors(queries, keys, whole=gate.requires_grad)
         return ScoreBias((LowRank(phi_q=phi_q, phi_k=phi_k, row_scale=gate),), self.heads)
 
     def extra_repr(self) -> str:
@@ -81,19 +81,27 @@ class SpatialDistanceBias(LearnableBias):
         return f"heads={self.heads}, tokens={self.log_weight.shape[-1]}, learnable={learnable}"
 
 
-def distance_factors(queries: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Factors of ``-|x_i - y_j|^2``, up to a constant per row that softmax ignores.
+def distance_factors(
+    queries: Tensor, keys: Tensor | None = None, *, whole: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Factors of ``-|x_i - y_j|^2``, by default up to a constant per row that softmax ignores.
 
-    -|x - y|^2 = 2 x . y - |y|^2 - |x|^2, of which the last part is left out. Points are centred in
-    fp64: this changes no distance, and far-off coordinates would cancel in fp32.
+    -|x - y|^2 = 2 x . y - |y|^2 - |x|^2, of which the last part is left out, or with `whole` a
+    column of its own. Points are centred in fp64: this changes no distance, and far-off coordinates
+    would cancel in fp32.
+
+    Gradients of weights want the whole: in half precision gradients of scores do not add up to zero
+    along a row, and what is left over is multiplied with the distances of points that see each
+    other, or without the last part with numbers of the size of the whole set.
 
     Args:
         queries: fp32 or fp64, shape (*batch, N, d).
         keys: shape (*batch, M, d); default the queries.
+        whole: leave nothing out.
 
     Returns:
-        phi_q (*batch, 1, N, d + 1) and phi_k (*batch, 1, M, d + 1) in the dtype of the points. A
-        weight for every query is the `row_scale` of the term.
+        phi_q (*batch, 1, N, R) and phi_k (*batch, 1, M, R) in the dtype of the points, with R of
+        d + 1, or d + 2 for the whole. A weight for every query is the `row_scale` of the term.
 
     Raises:
         TypeError, UsageError: see `SpatialDistanceBias`.
@@ -109,6 +117,10 @@ def distance_factors(queries: Tensor, keys: Tensor | None = None) -> tuple[Tenso
         )
     centre = keys.double().mean(-2, keepdim=True)
     x, y = queries.double() - centre, keys.double() - centre
-    phi_q = torch.cat([2 * x, -torch.ones_like(x[..., :1])], -1)
-    phi_k = torch.cat([y, y.square().sum(-1, keepdim=True)], -1)
+    own, other = (z.square().sum(-1, keepdim=True) for z in (x, y))
+    of_queries, of_keys = [2 * x, -torch.ones_like(own)], [y, other]
+    if whole:
+        of_queries.append(-own)
+        of_keys.append(torch.ones_like(other))
+    phi_q, phi_k = torch.cat(of_queries, -1), torch.cat(of_keys, -1)
     return phi_q.to(queries.dtype).unsqueeze(-3), phi_k.to(keys.dtype).unsqueeze(-3)

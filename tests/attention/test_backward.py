@@ -23,6 +23,7 @@ from flashbias_convert.attention.training_packing import (
 )
 from flashbias_convert.attention.tuning import backward_settings
 from flashbias_convert.errors import UnsupportedTermError
+from flashbias_convert.nn import SpatialDistanceBias
 from tests.support import assert_parity
 
 from .cases import BIASES, Inputs, views
@@ -146,10 +147,8 @@ def test_weights_of_distances(deterministic: bool, kernel: str, device: torch.de
         return (q @ k.mT * q.shape[-1] ** -0.5 + bias).softmax(-1) @ v
 
     def ours(q: Any, k: Any, v: Any, own: Any, at: Any) -> Any:
-        square, one = at.square().sum(-1, keepdim=True), torch.ones_like(at[:, :1])
-        phi_q = torch.cat([2 * at, -one, -square], -1) * own[..., None]
-        term = LowRank(phi_q=phi_q, phi_k=torch.cat([at, square, one], -1)[None])
-        bias = ScoreBias((term,), 2)
+        module = SpatialDistanceBias(2, widest=1.0, narrowest=1.0, learnable=False).to(device)
+        bias = module(at, weight=own)
         return flashbias_attention(q, k, v, bias, backend=kernel, deterministic=deterministic)
 
     found, formula = gradient(dtype, ours), gradient(dtype, plain)

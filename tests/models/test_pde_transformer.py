@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from flashbias_convert.errors import UsageError
 from flashbias_convert.models.pde_transformer import (
+    Attend,
     Distances,
     FusedAttend,
     PDEConfig,
@@ -153,6 +156,31 @@ def test_half_precision_keeps_the_distances_of_split_factors() -> None:
     truth = formula(*(x.double() for x in (q, k, v)), wide, weight.double())
     found = FusedAttend("sdpa")(q, k, v, distances, weight)
     assert_parity(found.detach(), plain.detach(), truth.detach())
+
+
+def test_half_precision_finds_the_gradients_of_weights() -> None:
+    """Of weights at which a point sees few others, beside numbers of the size of the whole set."""
+    torch.manual_seed(3)
+    at = torch.nn.functional.normalize(torch.randn(1, 200, 3), dim=-1)
+    q, k, v, dout = torch.randn(4, 1, 2, 200, 16).bfloat16().unbind(0)
+    weights = 64 * torch.rand(1, 2, 200)
+
+    def gradient(dtype: torch.dtype, attend: Attend) -> Tensor:
+        wide = torch.promote_types(dtype, torch.float32)
+        own = weights.to(wide).requires_grad_()
+        inputs = (x.to(dtype) for x in (q, k, v))
+        out = attend(*inputs, Distances.of(at.to(wide)), own)
+        (found,) = torch.autograd.grad(out, own, dout.to(out.dtype))
+        return found
+
+    def plain(q: Tensor, k: Tensor, v: Tensor, distances: Distances, weight: Any) -> Tensor:
+        squares = (distances.points[:, :, None] - distances.points[:, None]).square().sum(-1)
+        bias = -weight[..., None] * squares[:, None]
+        return ((q @ k.mT) * q.shape[-1] ** -0.5 + bias.to(q.dtype)).softmax(-1) @ v
+
+    found = gradient(torch.bfloat16, FusedAttend("sdpa"))
+    formula_in_half = gradient(torch.bfloat16, plain)
+    assert_parity(found, formula_in_half, gradient(torch.float64, formula))
 
 
 def test_points_in_half_precision_are_refused() -> None:

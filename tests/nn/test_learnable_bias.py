@@ -153,6 +153,17 @@ def test_distances_are_exact_up_to_a_constant_per_row(offset: float) -> None:
     assert not torch.allclose(found, 1.01 * truth, rtol=0, atol=allowed)
 
 
+def test_where_weights_learn_nothing_is_left_out() -> None:
+    x, y = points(9), points(7, seed=4)
+    module = SpatialDistanceBias(HEADS, tokens=9)
+    truth = -module.log_weight.detach().double().exp()[..., None] * squared_distances(x, y)
+    found = module(x, y)
+    assert found.terms[0].max_rank == 5
+    assert torch.allclose(found.dense(9, 7, dtype=torch.float64), truth, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        assert module(x, y).terms[0].max_rank == 4  # softmax ignores what is left out
+
+
 def test_weights_of_a_call_multiply_those_of_the_module() -> None:
     x = points()
     module = SpatialDistanceBias(HEADS, widest=2.0, narrowest=3.0, learnable=False)
