@@ -89,8 +89,10 @@ class MosaicEncoder(PatchedOwner):
         self._original_current_alibi_size = value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name != "alibi" or not self.is_lean:  # the zero, moved to another device, is not kept
-            super().__setattr__(name, value)
+        if name == "alibi" and self.is_lean:
+            # the original moves it to where its inputs are, and sees the zero: that is not kept
+            name, value = "_original_alibi", self._original_alibi.to(value.device)
+        super().__setattr__(name, value)
 
 
 def has_alibi(encoder: Any) -> bool:
