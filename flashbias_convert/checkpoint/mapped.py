@@ -20,6 +20,7 @@ from .architecture import Architecture, ArchLike
 from .identify import identify
 from .limits import build_from_file, check_size
 from .open import compute_dtype
+from .origin import note_of_lost
 from .pickles import is_mappable
 from .pieces import can_be_copied
 from .read import Checkpoint
@@ -39,7 +40,7 @@ class MappedModel:
         model: in evaluation mode. Its weights are memory-mapped and have the dtypes of the files,
             but for those that biases are made from.
         architecture: what it was built from.
-        checkpoint: what was read.
+        checkpoint: what was read; its notes name tensors that the model has no name for.
         sources: key of the model -> key in the checkpoint, for what the files hold.
         tied: key of the model -> the key of `sources` that it is tied to.
         recipes: of its sites; what they describe has the dtype to compute in.
@@ -94,6 +95,8 @@ def open_mapped(
     own = {recipe for module in model.modules() if (recipe := registry.find(module))}
     wide = tuple(_describing_in(recipe, computes) for recipe in own)
     sources, tied = _split_tied(checkpoint, found)
+    notes = note_of_lost(lost_names(checkpoint, sources))
+    checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *notes))
     return MappedModel(model.eval(), architecture, checkpoint, sources, tied, wide)
 
 
@@ -212,6 +215,12 @@ def _split_tied(
         else:
             tied[name] = holder
     return sources, tied
+
+
+def lost_names(checkpoint: Checkpoint, sources: Mapping[str, str]) -> tuple[str, ...]:
+    """Names in the files of tensors that the model has no name for, see `Origin.lost`."""
+    kept = set(sources.values())
+    return tuple(name for key, name in checkpoint.names.items() if key not in kept)
 
 
 # -- weights -------------------------------------------------------------------------------

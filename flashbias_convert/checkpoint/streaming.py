@@ -26,7 +26,7 @@ from .card import card_in
 from .config_entry import mark_config
 from .header import LINKED_KEY
 from .made_from import without_narrowed
-from .mapped import MappedModel
+from .mapped import MappedModel, lost_names
 from .origin import SOURCE_KEY, Origin, digest_of
 from .outputs import WEIGHTS_NAME, check_output, is_folder, plan_path
 from .partial import Partial
@@ -308,7 +308,6 @@ def _origin(opened: MappedModel) -> Origin:
     """As `Origin.of`, without the digest."""
     checkpoint = opened.checkpoint
     names = {name: checkpoint.names[key] for name, key in opened.sources.items()}
-    kept = set(names.values())
     safetensors = checkpoint.files[0].suffix == ".safetensors"
     return Origin(
         files=tuple(file.name for file in checkpoint.files),
@@ -317,6 +316,6 @@ def _origin(opened: MappedModel) -> Origin:
         else None,
         renamed={in_file: name for name, in_file in names.items() if name != in_file},
         omitted=tuple(key for key in (*opened.sources, *opened.tied) if names.get(key) != key),
-        lost=tuple(name for name in checkpoint.names.values() if name not in kept),
+        lost=lost_names(checkpoint, opened.sources),
         digest=_NO_DIGEST,
     )

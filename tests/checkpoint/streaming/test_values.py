@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from flashbias_convert import load_model
 from flashbias_convert.checkpoint import convert_checkpoint, read_checkpoint, restore_checkpoint
 from flashbias_convert.checkpoint.mapped import open_mapped
+from flashbias_convert.checkpoint.origin import note_of_lost
 from tests.toy import TOY, ToyModel
 
 from ..models import TiedToy, images, tiny_weights
@@ -176,3 +177,32 @@ def test_a_table_that_blocks_share(tmp_path: Path) -> None:
     assert found.keys() == expected.keys() and len(read_checkpoint(output).metadata) > 1
     for key, tensor in expected.items():
         assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), key
+
+
+@pytest.mark.parametrize("way", ["shards", "in memory", "one file"])
+def test_tensors_that_the_model_has_no_name_for_are_told(tmp_path: Path, way: str) -> None:
+    source = write_bloom(tmp_path / "m", "safetensors", 3, hidden_size=16)
+    more = {"foo": torch.ones(3), "transformer.h.0.extra.weight": torch.ones(2, 2)}
+    tensors = {key: t.clone() for key, t in read_checkpoint(source).tensors.items()} | more
+    write_shards(source, tensors, "safetensors", 3)
+    if way == "one file":
+        for path in source.glob("model*"):
+            path.unlink()
+        save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    options: dict[str, Any] = {"max_shard_size": "1GB"} if way == "in memory" else {}
+    done = convert_checkpoint(source, tmp_path / "out", **options)
+    told = "2 tensors are no weights of the model and left out of the output: "
+    assert done.notes == (f"{told}foo, transformer.h.0.extra.weight",)
+    back = restore_checkpoint(tmp_path / "out", tmp_path / "back")
+    assert any("2 tensors of the source were no weights" in note for note in back.notes)
+    held = load_file(back.output / "model.safetensors")
+    assert held.keys() == tensors.keys() - more.keys()
+    assert all(torch.equal(tensor, tensors[key]) for key, tensor in held.items())
+
+
+def test_a_long_list_of_tensors_is_cut() -> None:
+    (note,) = note_of_lost([f"t{i}" for i in range(25)])
+    assert note.startswith("25 tensors") and note.endswith("t18, t19 and 5 more")
+    assert note_of_lost(["t"]) == (
+        "1 tensor is no weight of the model and left out of the output: t",
+    )
