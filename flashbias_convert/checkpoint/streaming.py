@@ -140,7 +140,7 @@ class _Work:
     def of(cls, opened: MappedModel, target: Path, plan: Plan, link: bool = False) -> _Work:
         tensors = opened.checkpoint.tensors
         dtypes = {name: tensors[key].dtype for name, key in opened.sources.items()}
-        state = without_narrowed(opened.model.state_dict(), dtypes)
+        state = without_narrowed(opened.model.state_dict(), dtypes, opened.computes)
         known = {**opened.sources, **opened.tied}
         terms, tied_terms = prepare({k: t for k, t in state.items() if k not in known})
         tied = {**opened.tied, **tied_terms}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from flashbias_convert import load_model
 from flashbias_convert.checkpoint import convert_checkpoint, read_checkpoint, restore_checkpoint
 from flashbias_convert.checkpoint.mapped import open_mapped
 from flashbias_convert.checkpoint.origin import note_of_lost
-from tests.toy import TOY, ToyModel
+from flashbias_convert.inspection import inspect_model
+from flashbias_convert.recipe import Description, LeftAlone, Registry, Site
+from flashbias_convert.views import site_views
+from tests.toy import TOY, BiasedAttention, ToyModel
 
 from ..models import TiedToy, images, tiny_weights
 from ..sharded import contents, write_bloom, write_shards
@@ -88,13 +92,97 @@ def test_a_language_model_under_each_of_its_names(tmp_path: Path, names: str) ->
     assert all(torch.equal(held[key], tensor) for key, tensor in tensors.items())
 
 
-def test_only_the_sources_of_biases_are_widened(tmp_path: Path) -> None:
+def test_only_the_sources_of_the_bias_at_hand_are_widened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, seen = swin(tmp_path / "m"), []
+    known: Any = Registry().by_name("timm_swinv2")
+
+    def describe(site: Site) -> Description:
+        found = known.describe(site)
+        wide = {n for n, t in site.root.state_dict().items() if t.dtype == torch.float32}
+        seen.append((site.name, wide))
+        return found
+
+    done = convert_checkpoint(
+        source, tmp_path / "out", **TINY, recipes=[replace(known, describe=describe)]
+    )
+    assert [name for name, _ in seen] == [site.name for site in done.plan.sites]
+    parts = ("logit_scale", "cpb_mlp.0.weight", "cpb_mlp.0.bias", "cpb_mlp.2.weight")
+    assert all(wide == {f"{name}.{part}" for part in parts} for name, wide in seen)
+    terms = {n for n, _ in done.model.named_buffers() if ".score_bias." in n}
+    weights = {n: t for n, t in done.model.state_dict().items() if n not in terms}
+    assert {t.dtype for t in weights.values()} == {torch.float16}
+
+
+def test_what_a_picture_shows_is_computed_in_the_same_dtype(tmp_path: Path) -> None:
     source = swin(tmp_path / "m")
-    opened = open_mapped(read_checkpoint(source), **TINY)
-    block: Any = opened.model.get_submodule("layers.0.blocks.0.attn")
-    assert {p.dtype for p in block.cpb_mlp.parameters()} == {torch.float32}
-    assert block.logit_scale.dtype == torch.float32
-    assert block.qkv.weight.dtype == torch.float16
+    views: list[Any] = []
+    ways: list[dict[str, Any]] = [{}, {"max_shard_size": "1GB"}]
+    for options in ways:
+        done = convert_checkpoint(
+            source, tmp_path / str(len(options)), **{**TINY, **options},
+            on_plan=lambda plan, model: views.append(list(site_views(model, plan))),
+        )  # fmt: skip
+        assert len(done.plan.patched) == 3
+    for apart, whole in zip(*views, strict=True):
+        assert apart.note == whole.note == "" and torch.equal(apart.bias, whole.bias)
+
+
+def test_a_site_that_fails_leaves_no_wide_weights(tmp_path: Path) -> None:
+    known = Registry().by_name("timm_swinv2")
+
+    def describe(site: Site) -> Description:
+        raise LeftAlone("because")
+
+    options: dict[str, Any] = {**TINY, "recipes": [replace(known, describe=describe)]}
+    opened = open_mapped(read_checkpoint(swin(tmp_path / "m")), **options)
+    plan = inspect_model(opened.model, recipes=opened.recipes)
+    assert [site.reason for site in plan.sites] == 3 * ["because"]
+    assert {t.dtype for t in opened.model.state_dict().values()} == {torch.float16}
+
+
+@pytest.mark.parametrize("computes", [torch.bfloat16, torch.float64])
+def test_another_dtype_to_compute_in(tmp_path: Path, computes: torch.dtype) -> None:
+    source = swin(tmp_path / "m", dtype=torch.float32)
+    apart = convert(source, tmp_path / "apart", dtype=computes)
+    whole = convert(source, tmp_path / "whole", max_shard_size="1GB", dtype=computes)
+    found, expected = read_checkpoint(apart).tensors, read_checkpoint(whole).tensors
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+class BufferedAttention(BiasedAttention):
+    """Its bias is a buffer that checkpoints hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = self.table.detach()
+        del self.table
+        self.register_buffer("table", table)
+
+
+class Buffered(ToyModel):
+    """Of such attention."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        for block in self.blocks:
+            block.attn = BufferedAttention()  # type: ignore[assignment]
+
+
+def test_a_bias_that_is_a_buffer(tmp_path: Path) -> None:
+    from flashbias_convert.options import DecomposeOptions
+
+    tensors = Buffered().bfloat16().state_dict()
+    source = write_shards(tmp_path / "m", tensors, "safetensors", 2)
+    options: dict[str, Any] = {"arch": Buffered, "arch_args": None, "recipes": [TOY]}
+    options["options"] = DecomposeOptions(method="svd", energy=0.9)
+    output = convert(source, tmp_path / "out", **options)
+    whole = convert(source, tmp_path / "whole", max_shard_size="1GB", **options)
+    found, expected = read_checkpoint(output).tensors, read_checkpoint(whole).tensors
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
 
 
 def test_tied_weights_of_a_callers_model(tmp_path: Path) -> None:
