@@ -91,8 +91,9 @@ def convert_checkpoint(
     """Convert a checkpoint and write the result beside it.
 
     A folder of shards is converted shard by shard, and no more than one is held: the output has
-    the same shards, and one for the terms. If that is interrupted or killed, the same call goes
-    on where it stopped; the result is the same, byte for byte. Everything is in memory at once
+    the same shards, and one for the terms. If that is interrupted or killed, or fails once a shard
+    is finished (a full disk, too little memory), the same call goes on where it stopped; the
+    result is the same, byte for byte. Everything is in memory at once
     where `max_shard_size`, `planner`, another device than the CPU or a single file as output is
     asked for, or where weights cannot be memory-mapped or are renamed as they are loaded; a
     warning says so before it is done, and `Conversion.held` afterwards.
@@ -119,7 +120,7 @@ def convert_checkpoint(
         on_plan: called with the plan and the model before anything is written, and also when
             nothing will be.
         check: called with the complete output, a file or folder under a temporary name, before it
-            gets its own; if it raises, nothing is kept. See `verify_files`.
+            gets its own; if it raises, there is no output. See `verify_files`.
         planner: makes the plan of the opened model in the place of `inspect_model`, such as a
             calibration; `options`, `include` and `exclude` are then its own business.
         copying: called with (bytes done, bytes in all, name of the shard) while shards are copied.
