@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -248,7 +248,7 @@ def _bring_recipes(model: nn.Module, registry: Registry, dtype: torch.dtype) -> 
     own = frozenset(id(tensor) for tensor in [*model.parameters(), *model.buffers()])
     found = [(module, registry.find(module)) for module in model.modules()]
     wide = {
-        recipe: replace(recipe, describe=_Describe(recipe, dtype, own))
+        recipe: _Brought.of(recipe, _Describe(recipe, dtype, own))
         for recipe in dict.fromkeys(recipe for _, recipe in found)
         if recipe is not None
     }
@@ -256,6 +256,18 @@ def _bring_recipes(model: nn.Module, registry: Registry, dtype: torch.dtype) -> 
         if recipe is not None:
             module.flashbias_recipe = wide[recipe]  # type: ignore[assignment]
     return tuple(wide.values())
+
+
+class _Brought(Recipe):
+    """A recipe on a module of one process: recipes cannot be pickled, and models should be."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, describe: Callable[[Site], Description]) -> _Brought:
+        own = {field.name: getattr(recipe, field.name) for field in fields(recipe)}
+        return cls(**{**own, "describe": describe})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copy finds the installed recipe
 
 
 @dataclass(frozen=True)

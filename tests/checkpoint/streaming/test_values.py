@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,6 +129,13 @@ def test_what_a_picture_shows_is_computed_in_the_same_dtype(tmp_path: Path) -> N
         assert len(done.plan.patched) == 3
     for apart, whole in zip(*views, strict=True):
         assert apart.note == whole.note == "" and torch.equal(apart.bias, whole.bias)
+
+
+def test_the_model_can_be_pickled_and_copied(tmp_path: Path) -> None:
+    source = write_bloom(tmp_path / "m", "safetensors", 3, hidden_size=16)
+    model = convert_checkpoint(source, tmp_path / "out").model
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert len(inspect_model(copied).patched) == 2
 
 
 def test_a_site_that_fails_leaves_no_wide_weights(tmp_path: Path) -> None:
