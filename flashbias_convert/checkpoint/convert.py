@@ -26,7 +26,7 @@ from .made_from import without_narrowed
 from .mapped import MappedModel
 from .open import OpenedModel
 from .open_to_convert import Held, open_to_convert
-from .origin import SOURCE_KEY, Origin
+from .origin import SOURCE_KEY, Origin, note_of_lost
 from .outputs import WEIGHTS_NAME, check_output, is_folder, output_path, plan_path
 from .publication import require_absent, require_no_folder
 from .shelf import Shelf
@@ -46,7 +46,8 @@ class Conversion:
         plan: what was decided for every site.
         output: the file or folder that was written; None for a dry run.
         plan_file: the sidecar; None for a dry run.
-        notes: what the user should know about how the input was read.
+        notes: what the user should know about how the input was read, and which tensors of it are
+            no weights of the model and therefore not in the output.
         held: why all shards were in memory at once, and what that takes; None if they were not, or
             the input was no shards.
         model: the patched model (the original one after a dry run). Of shards that were converted
@@ -90,8 +91,9 @@ def convert_checkpoint(
     """Convert a checkpoint and write the result beside it.
 
     A folder of shards is converted shard by shard, and no more than one is held: the output has
-    the same shards, and one for the terms. If that is interrupted or killed, the same call goes
-    on where it stopped; the result is the same, byte for byte. Everything is in memory at once
+    the same shards, and one for the terms. If that is interrupted or killed, or fails once a shard
+    is finished (a full disk, too little memory), the same call goes on where it stopped; the
+    result is the same, byte for byte. Everything is in memory at once
     where `max_shard_size`, `planner`, another device than the CPU or a single file as output is
     asked for, or where weights cannot be memory-mapped or are renamed as they are loaded; a
     warning says so before it is done, and `Conversion.held` afterwards.
@@ -118,7 +120,7 @@ def convert_checkpoint(
         on_plan: called with the plan and the model before anything is written, and also when
             nothing will be.
         check: called with the complete output, a file or folder under a temporary name, before it
-            gets its own; if it raises, nothing is kept. See `verify_files`.
+            gets its own; if it raises, there is no output. See `verify_files`.
         planner: makes the plan of the opened model in the place of `inspect_model`, such as a
             calibration; `options`, `include` and `exclude` are then its own business.
         copying: called with (bytes done, bytes in all, name of the shard) while shards are copied.
@@ -178,6 +180,7 @@ def convert_checkpoint(
     if on_plan is not None:
         on_plan(plan, opened.model)
     require_patched(plan)
+    notes = opened.checkpoint.notes
     if not dry_run:
         text = model_card(plan, source.resolve().name, target.name) if card else None
         if isinstance(opened, MappedModel):
@@ -186,14 +189,15 @@ def convert_checkpoint(
                 shelf=shelf, link=link,
             )  # fmt: skip
         else:
-            _write(opened, target, plan, force, max_bytes, text, check)
+            lost = _write(opened, target, plan, force, max_bytes, text, check)
+            notes = (*notes, *note_of_lost(lost))
     return Conversion(
         source=source,
         architecture=opened.architecture,
         plan=plan,
         output=None if dry_run else target,
         plan_file=None if dry_run else plan_path(_weights(target)),
-        notes=opened.checkpoint.notes,
+        notes=notes,
         held=held,
         model=opened.model,
     )
@@ -294,14 +298,15 @@ def _write(
     max_bytes: int | None,
     card: str | None,
     check: Check | None,
-) -> None:
+) -> tuple[str, ...]:
+    """Write what is in memory; returns `Origin.lost`."""
     tensors = stored_state(opened)
     originals = {key: tensors[key] for key in opened.stored}
     origin = Origin.of(opened.checkpoint, originals)
     metadata = {**opened.checkpoint.metadata, SOURCE_KEY: origin.to_json()}
     if target.suffix == ".safetensors":
         write_file(target, tensors, plan, force=force, metadata=metadata, card=card, check=check)
-        return
+        return origin.lost
     # what lies beside a file is not its own
     source = opened.checkpoint.folder if is_folder(opened.checkpoint.path) else None
     write_folder(
@@ -315,6 +320,7 @@ def _write(
         check=check,
         card=card,
     )
+    return origin.lost
 
 
 def stored_state(opened: OpenedModel) -> dict[str, Tensor]:

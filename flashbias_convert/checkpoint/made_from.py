@@ -28,18 +28,22 @@ def with_made_from(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str,
 
 
 def without_narrowed(
-    state: Mapping[str, Tensor], stored: Mapping[str, torch.dtype]
+    state: Mapping[str, Tensor],
+    stored: Mapping[str, torch.dtype],
+    computes: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
     """`state`, whose entries say nothing if the file will hold more than terms were made from.
 
     Args:
         state: of the patched model.
         stored: the dtypes in which the file will hold its weights.
+        computes: in which terms were made, where the model keeps the dtypes of the file.
     """
     wider = any(
-        torch.promote_types(dtype, state[key].dtype) != state[key].dtype
+        torch.promote_types(dtype, used) != used
         for key, dtype in stored.items()
         if key in state and dtype.is_floating_point
+        for used in [computes or state[key].dtype]
     )
     if not wider:
         return dict(state)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from .architecture import Architecture, ArchLike
 from .identify import identify
 from .limits import build_from_file, check_size
 from .open import compute_dtype
+from .origin import note_of_lost
 from .pickles import is_mappable
 from .pieces import can_be_copied
 from .read import Checkpoint
@@ -36,13 +37,14 @@ class MappedModel:
     """A model with the weights of shards, of which none was read.
 
     Attributes:
-        model: in evaluation mode. Its weights are memory-mapped and have the dtypes of the files,
-            but for those that biases are made from.
+        model: in evaluation mode. Its weights are memory-mapped and have the dtypes of the files.
         architecture: what it was built from.
-        checkpoint: what was read.
+        checkpoint: what was read; its notes name tensors that the model has no name for.
         sources: key of the model -> key in the checkpoint, for what the files hold.
         tied: key of the model -> the key of `sources` that it is tied to.
-        recipes: of its sites; what they describe has the dtype to compute in.
+        recipes: of its sites; while one describes a site, what that bias is made from has the
+            dtype to compute in. Modules bring them along, for those who look at the model later.
+        computes: the dtype to compute in.
     """
 
     model: nn.Module
@@ -51,6 +53,7 @@ class MappedModel:
     sources: dict[str, str]
     tied: dict[str, str]
     recipes: tuple[Recipe, ...]
+    computes: torch.dtype
 
 
 def open_mapped(
@@ -85,16 +88,16 @@ def open_mapped(
     _share_buffers(model)
     found = _by_model_names(checkpoint, model, architecture)
     computes = dtype or compute_dtype(checkpoint.tensors)
-    if computes == torch.float64:
+    if computes != torch.float32:
         for buffer in model.buffers():
-            buffer.data = buffer.double() if buffer.is_floating_point() else buffer
+            buffer.data = buffer.to(computes) if buffer.is_floating_point() else buffer
     _assign(model, found)
     registry = Registry(tuple(recipes))
-    _widen(model, registry, computes)
-    own = {recipe for module in model.modules() if (recipe := registry.find(module))}
-    wide = tuple(_describing_in(recipe, computes) for recipe in own)
+    wide = _bring_recipes(model, registry, computes)
     sources, tied = _split_tied(checkpoint, found)
-    return MappedModel(model.eval(), architecture, checkpoint, sources, tied, wide)
+    notes = note_of_lost(lost_names(checkpoint, sources))
+    checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *notes))
+    return MappedModel(model.eval(), architecture, checkpoint, sources, tied, wide, computes)
 
 
 def _require_mappable(checkpoint: Checkpoint) -> None:
@@ -214,6 +217,12 @@ def _split_tied(
     return sources, tied
 
 
+def lost_names(checkpoint: Checkpoint, sources: Mapping[str, str]) -> tuple[str, ...]:
+    """Names in the files of tensors that the model has no name for, see `Origin.lost`."""
+    kept = set(sources.values())
+    return tuple(name for key, name in checkpoint.names.items() if key not in kept)
+
+
 # -- weights -------------------------------------------------------------------------------
 
 
@@ -234,36 +243,88 @@ def _assign(model: nn.Module, found: Mapping[str, Tensor]) -> None:
                 module._parameters[leaf] = made[id(old)]
 
 
-def _widen(model: nn.Module, registry: Registry, dtype: torch.dtype) -> None:
-    """Give the tensors that biases are made from the dtype to compute in; this reads them."""
-    own = {id(t) for t in [*model.parameters(), *model.buffers()]}
-    for module in model.modules():
-        recipe = registry.find(module)
-        for tensor in [] if recipe is None else _bias_sources(recipe, module, own):
+def _bring_recipes(model: nn.Module, registry: Registry, dtype: torch.dtype) -> tuple[Recipe, ...]:
+    """Give every site its recipe, which describes it in the dtype to compute in; all of them."""
+    own = frozenset(id(tensor) for tensor in [*model.parameters(), *model.buffers()])
+    found = [(module, registry.find(module)) for module in model.modules()]
+    wide = {
+        recipe: _Brought.of(recipe, _Describe(recipe, dtype, own))
+        for recipe in dict.fromkeys(recipe for _, recipe in found)
+        if recipe is not None
+    }
+    for module, recipe in found:
+        if recipe is not None:
+            module.flashbias_recipe = wide[recipe]  # type: ignore[assignment]
+    return tuple(wide.values())
+
+
+class _Brought(Recipe):
+    """A recipe on a module of one process: recipes cannot be pickled, and models should be."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, describe: Callable[[Site], Description]) -> _Brought:
+        own = {field.name: getattr(recipe, field.name) for field in fields(recipe)}
+        return cls(**{**own, "describe": describe})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copy finds the installed recipe
+
+
+@dataclass(frozen=True)
+class _Describe:
+    """Describes a site while what its bias is made from has the dtype to compute in.
+
+    Attributes:
+        recipe: of the site.
+        dtype: to compute in.
+        own: identities of the tensors of the model.
+    """
+
+    recipe: Recipe
+    dtype: torch.dtype
+    own: frozenset[int]
+
+    def __call__(self, site: Site) -> Description:
+        with _widened(_bias_sources(self.recipe, site.module, self.own), self.dtype):
+            return _in_dtype(self.recipe.describe(site), self.dtype)
+
+
+@contextmanager
+def _widened(sources: Iterable[Tensor], dtype: torch.dtype) -> Iterator[None]:
+    """Inside, tensors have the dtype to compute in, which reads them; then they are as before."""
+    before: list[tuple[Tensor, Tensor]] = []
+    try:
+        for tensor in sources:
             if tensor.is_floating_point() and tensor.dtype != dtype:
+                before.append((tensor, tensor.data))
                 tensor.data = tensor.detach().to(dtype)
+        yield
+    finally:
+        for tensor, data in before:
+            tensor.data = data
 
 
-def _bias_sources(recipe: Recipe, module: nn.Module, own: set[int]) -> list[Tensor]:
+def _bias_sources(recipe: Recipe, module: nn.Module, own: frozenset[int]) -> list[Tensor]:
+    """What the bias of a site is made from; all that the site has, where its recipe cannot say."""
+    everything = [*module.parameters(), *module.buffers()]
     try:
         found = recipe.attention.bias_sources(module)  # type: ignore[arg-type]
     except (AttributeError, TypeError):  # it needs the terms, which are not there yet
-        found = ()
+        return everything
     tensors = [source for source in found if isinstance(source, Tensor)]
-    if not found or not all(id(tensor) in own for tensor in tensors):
-        return [*module.parameters(), *module.buffers()]
-    return tensors
+    return tensors if all(id(tensor) in own for tensor in tensors) else everything
 
 
-def _describing_in(recipe: Recipe, dtype: torch.dtype) -> Recipe:
-    """The same, for tables that modules share: nobody says that a bias is made from them."""
+def _in_dtype(found: Description, dtype: torch.dtype) -> Description:
+    """The same, for tables that modules share: nobody says that a bias is made from them.
 
-    def describe(site: Site) -> Description:
-        found = recipe.describe(site)
-        bias = found.bias
-        if bias is not None:
-            bias = bias.to(torch.promote_types(bias.dtype, dtype))
-        terms = tuple(term.to(dtype=dtype) for term in found.exact_terms)
-        return replace(found, bias=bias, exact_terms=terms)
-
-    return replace(recipe, describe=describe)
+    Its tensors are none of the model's, which do not stay in this dtype.
+    """
+    bias = found.bias
+    if bias is not None:
+        bias = bias.detach().to(torch.promote_types(bias.dtype, dtype))
+    terms = tuple(
+        term.map_tensors(lambda _, tensor: tensor.detach()).to(dtype=dtype)
+        for term in found.exact_terms
+    )
+    return replace(found, bias=bias, exact_terms=terms)

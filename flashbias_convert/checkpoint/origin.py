@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -15,6 +15,8 @@ from .read import Checkpoint
 from .weights import bytes_of, equal_bits
 
 SOURCE_KEY = "flashbias_convert.source"
+#: names of lost tensors that a note lists
+_LISTED = 20
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,16 @@ def _texts(values: Any, of: type[Any] = str) -> Iterable[Any]:
         if not isinstance(value, of) or not all(isinstance(part, str) for part in value):
             raise TypeError(f"{value!r} is no text")
     return values
+
+
+def note_of_lost(lost: Sequence[str]) -> tuple[str, ...]:
+    """What a user should know about `Origin.lost`: one sentence, or nothing if there are none."""
+    if not lost:
+        return ()
+    rest = len(lost) - _LISTED
+    names = ", ".join(lost[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+    what = "tensor is no weight" if len(lost) == 1 else "tensors are no weights"
+    return (f"{len(lost)} {what} of the model and left out of the output: {names}",)
 
 
 class _Finder:

@@ -20,21 +20,27 @@ _JOURNAL = "journal.jsonl"
 class Partial:
     """The hidden folder ``.NAME.partial`` beside an output that is being written.
 
-    It is kept if this process is killed or interrupted, and removed after any other end. One
-    process at a time works in it.
+    It is kept if this process is killed or interrupted, and after an error if files were finished
+    that the same job can use again. It is removed after any other end. One process at a time works
+    in it.
 
     Args:
         final: the folder to be made.
         job: stands for everything that decides on the bytes of the output. What was left by
-            another job is removed.
+            another job is removed, with a warning.
+        useless: errors after which the same job would not end otherwise, or not be the same.
 
     Attributes:
         out: where to write what will be called `final`.
+        kept: the folder, once it is known that it stays after an error.
     """
 
-    def __init__(self, final: Path, job: str) -> None:
+    def __init__(
+        self, final: Path, job: str, useless: tuple[type[BaseException], ...] = ()
+    ) -> None:
         self._folder = final.with_name(f".{final.name}.partial")
-        self._job = job
+        self._job, self._useless = job, useless
+        self.kept: Path | None = None
         self._lock: int | None = None
         self.out = self._folder / "out"
         self._journal = self._folder / _JOURNAL
@@ -42,12 +48,28 @@ class Partial:
     def __enter__(self) -> Self:
         self._folder.mkdir(exist_ok=True)
         self._lock = _lock(self._folder)
-        if self._read()[:1] != [{"job": self._job}]:
-            remove(self.out)
-            self._journal.unlink(missing_ok=True)
-            self._append({"job": self._job})
-        self.out.mkdir(exist_ok=True)
+        try:
+            if self._read()[:1] != [{"job": self._job}]:
+                self._start_anew()
+            self.out.mkdir(exist_ok=True)
+        except BaseException:
+            if not self.finished():
+                remove(self._folder)
+            self._unlock()
+            raise
         return self
+
+    def _start_anew(self) -> None:
+        if self.out.is_dir() and any(self.out.iterdir()):
+            logger.warning(
+                "%s is of another conversion (its input, options or versions differ): it cannot "
+                "be used, and its %d finished shards are deleted",
+                self._folder,
+                len(self.finished()),
+            )
+        remove(self.out)
+        self._journal.unlink(missing_ok=True)
+        self._append({"job": self._job})
 
     def __exit__(
         self,
@@ -55,12 +77,22 @@ class Partial:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if isinstance(error, KeyboardInterrupt):
-            logger.warning("%s keeps what was copied: the same call goes on from it", self._folder)
+        if error is not None and self._can_go_on(error):
+            self.kept = self._folder
         else:
             remove(self._folder)
+        self._unlock()
+
+    def _can_go_on(self, error: BaseException) -> bool:
+        """Whether the same call would find something to go on from."""
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        return bool(self.finished()) and not isinstance(error, self._useless)
+
+    def _unlock(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
+            self._lock = None
 
     def finished(self) -> frozenset[str]:
         """Names of the files that an earlier run says it has finished; to be verified."""

@@ -43,6 +43,10 @@ _NAMES = {
 OnBytes = Callable[[int], None]
 
 
+class ChangedInputError(CheckpointError):
+    """A file of the input is not what it was when the conversion began."""
+
+
 @dataclass(frozen=True)
 class Piece:
     """A tensor that is copied.
@@ -125,17 +129,17 @@ class Source:
         """The bytes of a tensor, some at a time; each is valid until the next one.
 
         Raises:
-            CheckpointError: the file is not what it was when it was first read.
+            ChangedInputError: the file is not what it was when it was first read.
         """
         if self._ranges is None:
             tensor = self._tensors.get(piece.source)
             if tensor is None or (tensor.dtype, tuple(tensor.shape)) != (piece.dtype, piece.shape):
-                raise CheckpointError(f"{self._path} has changed while it was converted")
+                raise ChangedInputError(f"{self._path} has changed while it was converted")
             yield from _pieces_of(_view(tensor))
             return
         start, end = self._ranges.get(piece.source, (0, 0))
         if end - start != piece.nbytes:
-            raise CheckpointError(f"{self._path} has changed while it was converted")
+            raise ChangedInputError(f"{self._path} has changed while it was converted")
         with self._path.open("rb") as file:
             yield from read_range(file, start, piece.nbytes)
 
@@ -166,14 +170,14 @@ def read_range(file: BinaryIO, start: int, size: int) -> Iterator[memoryview]:
     """`size` bytes of a file from `start` on, some at a time.
 
     Raises:
-        CheckpointError: the file ends before.
+        ChangedInputError: the file ends before.
     """
     file.seek(start)
     buffer = memoryview(bytearray(min(size, CHUNK)))
     while size:
         got = file.readinto(buffer[: min(size, CHUNK)])  # type: ignore[attr-defined]
         if not got:
-            raise CheckpointError(f"{file.name} is shorter than it was")
+            raise ChangedInputError(f"{file.name} is shorter than it was")
         yield buffer[:got]
         size -= got
 

@@ -84,11 +84,20 @@ class Publication:
         # by its identity: an interrupt may come between a rename and any note of it
         published = os.path.lexists(self._final) and _identity(self._final) == self._own
         replaced = os.path.lexists(self.old)
-        if published and (self._is_folder or not replaced):
+        if published and self._is_folder:
+            self._withdraw()
+        elif published and not replaced:
             remove(self._final)
         if replaced:
             os.replace(self.old, self._final)
             remove(self.old)  # a rename between two names of one file does nothing
+
+    def _withdraw(self) -> None:
+        """Give a folder its temporary name again: whether it is kept, its maker decides."""
+        try:
+            os.rename(self._final, self._temporary)
+        except OSError:
+            remove(self._final)
 
 
 def _identity(path: Path) -> tuple[int, int]:

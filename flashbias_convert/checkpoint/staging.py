@@ -48,7 +48,8 @@ class Staging:
         after the first file belongs to it: it is never seen beside another one, whenever this
         process ends. Processes that commit in the same folder wait for each other.
 
-        After an exception none of the files is left, and what they would have replaced is back.
+        After an exception none of the files has its name, and what they would have replaced is
+        back.
 
         Raises:
             UsageError: a file exists and may not be replaced, or a folder is in its place.

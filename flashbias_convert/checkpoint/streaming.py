@@ -7,6 +7,7 @@ an earlier run, is read back and compared with the input before it counts.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -20,17 +21,18 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, VerificationError
 from ..plan import Plan
 from .card import card_in
 from .config_entry import mark_config
 from .header import LINKED_KEY
 from .made_from import without_narrowed
-from .mapped import MappedModel
+from .mapped import MappedModel, lost_names
 from .origin import SOURCE_KEY, Origin, digest_of
 from .outputs import WEIGHTS_NAME, check_output, is_folder, plan_path
 from .partial import Partial
 from .pieces import (
+    ChangedInputError,
     Held,
     Piece,
     Source,
@@ -46,7 +48,7 @@ from .publication import remove
 from .shards import Split
 from .shelf import Shelf
 from .staging import Staging
-from .write import Check, copy_small_files, failed, file_header, prepare, write_card
+from .write import Check, copy_small_files, failed, file_header, prepare, small_files, write_card
 
 logger = logging.getLogger(__name__)
 
@@ -91,25 +93,28 @@ def write_streamed(
         plan: goes into the headers and the sidecar.
         force: replace an earlier conversion.
         card: text of a model card.
-        check: called with the complete folder, before it has its name; if it raises, nothing is
-            kept.
+        check: called with the complete folder, before it has its name; if it raises, there is no
+            output, and after a `VerificationError` nothing is kept.
         copying: told of the progress.
         shelf: where the terms are kept, if not in memory.
         link: make hard links to shards that stay as they are, instead of copies; they are never
             opened for writing. The plan is in the headers of the other files only.
+
+    What was finished before an error stays beside the target, and the same call goes on from it;
+    not so if the input has changed, or the result was not verified: there is nothing to go on to.
 
     Raises:
         UsageError: the folder exists.
         CheckpointError: the disk is full, another process writes there, the input changes
             meanwhile, or what was written does not read back equal.
     """
-    source = opened.checkpoint.folder if is_folder(opened.checkpoint.path) else None
     check_output(target, opened.checkpoint.folder, force)
     work = _Work.of(opened, target, plan, link)
+    partial = Partial(target, work.job(), useless=(ChangedInputError, VerificationError))
     try:
-        with Partial(target, work.job()) as partial:
+        with partial:
             metadata = work.copy(partial, copying)
-            work.finish(partial.out, source, shelf, metadata)
+            work.finish(partial.out, shelf, metadata)
             if card is not None:
                 write_card(card_in(partial.out), card, target)
             if check is not None:
@@ -118,7 +123,11 @@ def write_streamed(
             staging.adopt(partial.out, target)
             staging.commit()
     except (OSError, SafetensorError) as error:
-        raise failed(target, error) from error
+        raise failed(target, error, partial.kept) from error
+    except BaseException:
+        if partial.kept is not None:
+            logger.warning("%s keeps what was copied: the same call goes on from it", partial.kept)
+        raise
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,11 +149,17 @@ class _Work:
     def of(cls, opened: MappedModel, target: Path, plan: Plan, link: bool = False) -> _Work:
         tensors = opened.checkpoint.tensors
         dtypes = {name: tensors[key].dtype for name, key in opened.sources.items()}
-        state = without_narrowed(opened.model.state_dict(), dtypes)
+        state = without_narrowed(opened.model.state_dict(), dtypes, opened.computes)
         known = {**opened.sources, **opened.tied}
         terms, tied_terms = prepare({k: t for k, t in state.items() if k not in known})
         tied = {**opened.tied, **tied_terms}
         return cls(opened, target, plan, _shards(opened), terms, tied, _origin(opened), link)
+
+    @property
+    def source(self) -> Path | None:
+        """The folder whose small files belong to the output."""
+        checkpoint = self.opened.checkpoint
+        return checkpoint.folder if is_folder(checkpoint.path) else None
 
     def metadata(self, digest: str) -> dict[str, str]:
         """Of every header."""
@@ -225,14 +240,30 @@ class _Work:
         return metadata
 
     def _require_space(self, folder: Path) -> None:
-        there = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-        needed = sum(shard.nbytes for shard in self.shards) - there
+        """Raise OSError unless there is space for what is still to be written.
+
+        Terms that wait in a file take their space already; they are written once more.
+        """
+        there = sum(
+            path.stat().st_size for path in folder.iterdir() if path.name not in self.linked
+        )
+        needed = self._nbytes() - there
         free = shutil.disk_usage(folder).free
         if needed > free:
-            raise CheckpointError(
-                f"the output needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free",
-                "choose another --output",
+            raise OSError(
+                errno.ENOSPC,
+                f"the output needs {needed / 1e9:.1f} GB more, and {free / 1e9:.1f} GB are free: "
+                "make room, or choose another --output",
             )
+
+    def _nbytes(self) -> int:
+        """Of the files that are written, but for the index and a model card."""
+        copied = [shard for shard in self.shards if shard.name not in self.linked]
+        shards = sum(self.start(shard) + shard.nbytes for shard in copied)
+        heads = len(header(self._term_pieces(), self.metadata(_NO_DIGEST)))
+        terms = heads + sum(t.nbytes for t in self.terms.values())
+        small = sum(path.stat().st_size for path in small_files(self.source)) if self.source else 0
+        return shards + terms + len(self._sidecar()) + small
 
     def _write_headers(self, folder: Path, metadata: Mapping[str, str]) -> None:
         for shard in self.shards:
@@ -257,25 +288,21 @@ class _Work:
 
     # -- the rest --------------------------------------------------------------------------
 
-    def finish(
-        self, folder: Path, source: Path | None, shelf: Shelf | None, metadata: dict[str, str]
-    ) -> None:
+    def finish(self, folder: Path, shelf: Shelf | None, metadata: dict[str, str]) -> None:
         """Write what is small: configs, the plan, the terms, and at last the index."""
         shards = {shard.name for shard in self.shards}
         for path in folder.iterdir():
             if path.name not in shards:  # of an earlier run
                 remove(path)
-        if source is not None:
-            copy_small_files(source, folder)
+        if self.source is not None:
+            copy_small_files(self.source, folder)
             mark_config(folder, self.plan)
         sidecar = plan_path(folder / WEIGHTS_NAME)
-        sidecar.write_text(json.dumps(self.plan.to_json(), indent=2) + "\n", encoding="utf-8")
+        sidecar.write_text(self._sidecar(), encoding="utf-8")
         path = folder / TERMS_NAME
         forget = _nothing if shelf is None else shelf.forget
         write_tensors(path, self.terms, metadata, forget)
-        pieces = in_file_order(
-            [Piece(name, name, t.dtype, tuple(t.shape)) for name, t in self.terms.items()]
-        )
+        pieces = self._term_pieces()
         self._check_header(path, pieces, metadata)
         start = len(header(pieces, metadata))
         if not holds(path, start, Held(self.terms, forget), pieces):
@@ -283,6 +310,14 @@ class _Work:
         files = {s.name: [piece.name for piece in s.pieces] for s in self.shards}
         total = sum(s.nbytes for s in self.shards) + sum(t.nbytes for t in self.terms.values())
         Split({**files, TERMS_NAME: list(self.terms)}, total).write_index(folder)
+
+    def _sidecar(self) -> str:
+        return json.dumps(self.plan.to_json(), indent=2) + "\n"
+
+    def _term_pieces(self) -> list[Piece]:
+        return in_file_order(
+            [Piece(name, name, t.dtype, tuple(t.shape)) for name, t in self.terms.items()]
+        )
 
 
 def _nothing() -> None:
@@ -308,7 +343,6 @@ def _origin(opened: MappedModel) -> Origin:
     """As `Origin.of`, without the digest."""
     checkpoint = opened.checkpoint
     names = {name: checkpoint.names[key] for name, key in opened.sources.items()}
-    kept = set(names.values())
     safetensors = checkpoint.files[0].suffix == ".safetensors"
     return Origin(
         files=tuple(file.name for file in checkpoint.files),
@@ -317,6 +351,6 @@ def _origin(opened: MappedModel) -> Origin:
         else None,
         renamed={in_file: name for name, in_file in names.items() if name != in_file},
         omitted=tuple(key for key in (*opened.sources, *opened.tied) if names.get(key) != key),
-        lost=tuple(name for name in checkpoint.names.values() if name not in kept),
+        lost=lost_names(checkpoint, opened.sources),
         digest=_NO_DIGEST,
     )

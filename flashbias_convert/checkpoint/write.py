@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -243,17 +243,35 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def copy_small_files(source: Path, folder: Path) -> None:
-    """Copy what lies beside weights: configs, tokenizers, notes; no weights and no plans."""
+    """Copy what lies beside weights, see `small_files`."""
+    for path in small_files(source):
+        check_inside(path, source)
+        shutil.copyfile(path, folder / path.name)
+
+
+def small_files(source: Path) -> Iterator[Path]:
+    """What lies beside weights: configs, tokenizers, notes; no weights and no plans."""
     for path in sorted(source.iterdir()):
         if not path.is_file() or path.name.startswith(".") or path.suffix in SUFFIXES + _FOREIGN:
             continue
         if path.name.endswith((INDEX_SUFFIX, ".plan.json")):
             continue
-        check_inside(path, source)
-        shutil.copyfile(path, folder / path.name)
+        yield path
 
 
-def failed(path: Path, error: Exception) -> CheckpointError:
-    """The error for a file that could not be written."""
+def failed(path: Path, error: Exception, kept: Path | None = None) -> CheckpointError:
+    """The error for a file that could not be written.
+
+    Args:
+        path: the file.
+        error: what went wrong.
+        kept: where the finished part is that the same call goes on from; None if there is none.
+    """
     reason = getattr(error, "strerror", None) or str(error)
+    if kept is not None:
+        return CheckpointError(
+            f"writing failed: {reason}; {kept} keeps the finished shards: the same call goes on "
+            "from them",
+            f"target: {path}; to give up, delete what is kept",
+        )
     return CheckpointError(f"writing failed, nothing was kept: {reason}", f"target: {path}")

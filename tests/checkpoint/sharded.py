@@ -84,6 +84,13 @@ def forget_high_water() -> int:
     return high_water()
 
 
+def allocated() -> int:
+    """Bytes that this process has allocated, and not mapped from files."""
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
+
+
 def main() -> None:
     """Convert, and be killed on the way."""
     from flashbias_convert.checkpoint import convert_checkpoint

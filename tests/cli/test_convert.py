@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flashbias_convert import load_model
-from flashbias_convert.checkpoint import read_plan
+from flashbias_convert.checkpoint import read_checkpoint, read_plan
 from flashbias_convert.cli import main
 from flashbias_convert.inspection import inspect_model
 from flashbias_convert.plan import Plan
@@ -25,7 +25,7 @@ from tests.checkpoint.models import (
     write_tiny,
     write_tiny_folder,
 )
-from tests.checkpoint.sharded import write_shards
+from tests.checkpoint.sharded import write_bloom, write_shards
 
 from .conftest import Cli
 
@@ -204,6 +204,15 @@ def test_shards_that_are_held_in_memory_are_told(cli: Cli, tmp_path: Path) -> No
     assert held["model_bytes"] == held["file_bytes"] == size and held["dtype"] == "float32"
     apart = cli(source, *ARCH, "--output", tmp_path / "apart", "--json")
     assert (apart.code, apart.err) == (0, "") and apart.json()["held_in_memory"] is None
+
+
+def test_tensors_that_are_left_out_are_named(cli: Cli, tmp_path: Path) -> None:
+    source = write_bloom(tmp_path / "m", "safetensors", 2, hidden_size=16)
+    tensors = {key: t.clone() for key, t in read_checkpoint(source).tensors.items()}
+    write_shards(source, {**tensors, "foo": torch.ones(3)}, "safetensors", 2)
+    note = "1 tensor is no weight of the model and left out of the output: foo"
+    done = cli(source, "--json")
+    assert (done.code, done.err) == (0, f"note: {note}\n") and done.json()["notes"] == [note]
 
 
 def test_calibration_chooses_by_the_outputs(cli: Cli, tmp_path: Path) -> None:

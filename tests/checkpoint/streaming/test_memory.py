@@ -11,15 +11,19 @@ from typing import Any
 import pytest
 import timm
 import torch
+from torch import nn
 
 from flashbias_convert.checkpoint import convert_checkpoint
 from flashbias_convert.checkpoint.shelf import Shelf, give_back
+from flashbias_convert.errors import NothingToConvertError
 from flashbias_convert.modules import ScoreBiasModule
 from flashbias_convert.options import DecomposeOptions
+from flashbias_convert.recipe import Description, Site
 from flashbias_convert.terms import Dense, LowRank, ScoreBias
+from tests.toy import BiasedAttention, ToyModel, make_recipe
 
 from ..models import ARGS, NAME
-from ..sharded import forget_high_water, high_water, write_bloom, write_shards
+from ..sharded import allocated, forget_high_water, high_water, write_bloom, write_shards
 from .shards import TINY, swin
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -68,6 +72,76 @@ def test_memory_of_decompositions_stays_below_it_too(tmp_path: Path, method: str
     assert min(used) <= 1.2 * largest, used
     # all heads of one site at once in float64, in the copies that a comparison takes, are more
     assert done.plan.counts() == {"patched": 4} and 1.2 * largest < 8 * 16 * 256**2 * 5
+
+
+def write_xlnet(folder: Path, shards: int, **sizes: int) -> Path:
+    """An XLNet in bfloat16, whose weights are zeros: no site of it can be converted."""
+    from transformers import XLNetConfig, XLNetLMHeadModel
+
+    config = XLNetConfig(**{"vocab_size": 64, "n_head": 4, "n_layer": 2, **sizes})
+    config.d_inner = config.d_model
+    with torch.device("meta"):
+        model = XLNetLMHeadModel(config).to(torch.bfloat16)
+    tensors = {k: torch.zeros_like(t, device="cpu") for k, t in model.state_dict().items()}
+    del tensors["lm_loss.weight"]  # tied
+    folder.mkdir()
+    config.architectures = ["XLNetLMHeadModel"]
+    config.save_pretrained(folder)
+    return write_shards(folder, tensors, "safetensors", shards)
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux counts memory")
+def test_sites_that_cannot_be_converted_take_no_memory(tmp_path: Path) -> None:
+    source = write_xlnet(tmp_path / "m", 4, d_model=768, n_layer=12)
+    largest = max(p.stat().st_size for p in source.iterdir())
+    small = write_xlnet(tmp_path / "warm", 2, d_model=16)
+    with pytest.raises(NothingToConvertError):
+        convert_checkpoint(small)
+    before = forget_high_water()
+    with pytest.raises(NothingToConvertError, match="12 sites can be converted"):
+        convert_checkpoint(source, tmp_path / "out")
+    assert high_water() - before <= 1.2 * largest
+    assert {p.name for p in tmp_path.iterdir()} == {"m", "warm"}
+
+
+class WideTable(BiasedAttention):
+    """With a table that is far larger than the bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(2**22))
+
+
+class WideTables(ToyModel):
+    """Of twelve such."""
+
+    def __init__(self) -> None:
+        super().__init__(12)
+        for block in self.blocks:
+            block.attn = WideTable()  # type: ignore[assignment]
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux counts memory")
+def test_the_sources_of_one_site_at_a_time_are_widened(tmp_path: Path) -> None:
+    source = write_shards(tmp_path / "m", WideTables().bfloat16().state_dict(), "safetensors", 3)
+    used = []
+
+    def describe(site: Site) -> Description:
+        used.append(allocated())
+        bias = site.module.table[: 2 * 36**2].view(2, 36, 36)  # type: ignore[index]
+        assert bias.dtype == torch.float32
+        return Description(bias + 0.0, 2, 36, 36, 8)
+
+    recipe = make_recipe(describe=describe)
+    options: dict[str, Any] = {"arch": WideTables, "recipes": [recipe]}
+    convert_checkpoint(swin(tmp_path / "warm"), **TINY)
+    before = allocated()
+    done = convert_checkpoint(
+        source, tmp_path / "out", options=DecomposeOptions(force_all=True), **options
+    )
+    # in fp32 each of the twelve is 2**24 bytes
+    assert max(used) - before <= 1.5 * 2**24
+    assert done.plan.counts() == {"patched": 12}
 
 
 def test_terms_wait_in_a_file(tmp_path: Path) -> None:
