@@ -7,11 +7,13 @@
 
 SwinV2-G (3 B parameters; windows of 40 x 40 at 640 pixels), BLOOM-176B, and the 48 blocks of
 AlphaFold 3's Pairformer at 1,024 tokens. Weights are counted on the meta device, in bfloat16, by
-what each way splits: DDP nothing, FSDP2 everything (and it gathers one block in full), tensor
-parallelism the projections of attention. Terms are made in earnest on the CPU: modules with the
-real heads, windows and lengths, but thin channels, which terms do not depend on, are patched, split
-as `shard_sites` does it, and the bytes of their storages are counted, for one block of each kind
-times their number. Of a bias that depends on the input, terms belong to one call.
+what each way splits: DDP nothing (and it allocates as much again for gradients when it wraps a
+model), FSDP2 everything (and it gathers one block in full, and keeps what belongs to no block
+gathered), tensor parallelism the projections of attention. Buffers are on each device. Terms are
+made in earnest on the CPU: modules with the real heads, windows and lengths, but thin channels,
+which terms do not depend on, are patched, split as `shard_sites` does it, and the bytes of their
+storages are counted, for one block of each kind times their number. Of a bias that depends on the
+input, terms belong to one call.
 
 With `--device cuda` there are rows of one card as well: models with random weights are loaded
 and called there, in bfloat16, one sample at a time, and torch's allocator is asked for what is
@@ -155,11 +157,12 @@ def weights(
     """
     own = {id(p): (n, p.numel()) for n, p in model.named_parameters()}  # tied ones once
     total = sum(count for _, count in own.values())
-    largest = max(sum(p.numel() for p in block.parameters()) for block in blocks)
+    of_blocks = [sum(p.numel() for p in block.parameters()) for block in blocks]
     heads = sum(count for n, count in own.values() if attention(n))
     found = []
     for parts in PARTS:
-        gathered = largest if parts > 1 else 0
+        # what belongs to no block is gathered in the first call, and stays so
+        gathered = max(of_blocks) + total - sum(of_blocks) if parts > 1 else 0
         ways = {
             "DDP": total,
             "FSDP2": -(-total // parts) + gathered,
@@ -169,7 +172,15 @@ def weights(
             del ways["tensor parallel"]
         for way, count in ways.items():
             found.append(row(name, "weights", way, parts, 2 * count, "", total))
-    return found
+    found.append(row(name, "gradients of weights", "DDP", 1, 2 * total, ""))
+    return [*found, row(name, "buffers", "on each device", 1, buffers(model), "")]
+
+
+def buffers(model: nn.Module) -> int:
+    """Bytes, with those of floating point in bfloat16."""
+    return sum(
+        b.numel() * (2 if b.is_floating_point() else b.element_size()) for b in model.buffers()
+    )
 
 
 def row(

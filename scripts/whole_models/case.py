@@ -154,19 +154,22 @@ def split_variant(variant: str) -> tuple[str, str]:
     return variant, MODES[0]
 
 
-def converted(model: nn.Module, way: str, *, force: bool = False, **how: Any) -> nn.Module:
+def converted(
+    model: nn.Module, way: str, *, force: bool = False, method: str = "auto", **how: Any
+) -> nn.Module:
     """Patch a model: `OURS` as this package decides, `EXACT` with every bit of the bias.
 
     Args:
         model: the original.
         way: one of these two.
         force: patch sites that this package would leave alone, too, as `EXACT` always does.
+        method: of `OURS`.
         **how: of `patch_model`.
 
     Raises:
         RuntimeError: a site is not patched.
     """
-    method = "exact" if way == EXACT else "auto"
+    method = "exact" if way == EXACT else method
     plan = patch_model(model, method=method, force_all=force or way == EXACT, **how)
     return _kept(model, plan)
 

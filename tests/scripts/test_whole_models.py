@@ -295,7 +295,7 @@ def test_only_truncated_biases_make_a_conversion_approximate() -> None:
     for way, expected in (("original", False), ("sdpa", False), ("exact", False)):
         assert case.prepare(way, CPU, torch.float32).approximate is expected
     cut = case.build(CPU).eval()
-    converted(cut, "ours", energy=0.9, force=True)
+    converted(cut, "ours", method="svd", energy=0.9, force=True)
     assert cut.flashbias_approximate is True
 
 
