@@ -92,6 +92,7 @@ def test_rows_of_a_call_are_all_that_attend(monkeypatch: pytest.MonkeyPatch) -> 
     assert found == [Serving(6, 10, "cpu"), Serving(199, 10, "cpu")]
 
 
+@pytest.mark.usefixtures("dear_matrices")
 @pytest.mark.parametrize(("steps", "kind"), [(10**9, LowRank), (200, Dense), (1, Dense)])
 def test_steps_decide(
     steps: int, kind: type[LowRank | Dense], monkeypatch: pytest.MonkeyPatch

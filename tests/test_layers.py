@@ -11,8 +11,8 @@ import flashbias_convert
 
 PACKAGE = Path(flashbias_convert.__file__).parent
 LAYERS = [
-    {"errors", "about", "kept", "seals", "assignment", "cost_tables", "tracing"},
-    {"relative_positions"},
+    {"errors", "about", "kept", "seals", "assignment", "cost_tables", "tracing", "hooks"},
+    {"relative_positions", "split_layers"},
     {"options"},
     {"terms"},
     {"builder_module", "trained_terms", "built_terms"},
@@ -22,7 +22,6 @@ LAYERS = [
     {"builders", "nn", "pair_memory"},
     {"common_terms"},
     {"models", "modules", "composed"},
-    {"hooks"},
     {"patched_attention", "masks", "causal", "fallback", "window_map", "pair_features"},
     {"patched_owner"},
     {"causal_owner", "windows", "handed_index", "freshness", "encoder_attention"},

@@ -55,7 +55,7 @@ def by_name(report: BenchmarkReport, case: int = 0) -> dict[str, Any]:
 
 def test_windows_with_masks_are_measured_model_by_model_and_site_by_site() -> None:
     converted = tiny_model()
-    plan = patch_model(converted)
+    plan = patch_model(converted, method="svd")
     options = {**QUICK, "max_tokens": 32}
     report = benchmark_model(tiny_model(), converted, images(), plan=plan, **options)
     (case,) = report.cases

@@ -54,6 +54,7 @@ def test_the_limit_holds_on_the_inputs(limit: float) -> None:
     assert change(model, plan, make_input()) <= limit * 1.001
 
 
+@pytest.mark.usefixtures("dear_matrices")
 def test_a_looser_limit_costs_less_and_idle_heads_get_nothing() -> None:
     plans = [calibrate(make(), limit) for limit in (1e-4, 3e-2, 0.9)]
     kinds = [[d.term for s in plan.sites for d in s.decisions] for plan in plans]
@@ -98,6 +99,7 @@ def test_a_calibrated_model_is_saved_and_loads(tmp_path: Any) -> None:
         assert torch.equal(loaded(make_input()), model(make_input()))
 
 
+@pytest.mark.usefixtures("dear_matrices")
 def test_max_rank_caps() -> None:
     plan = calibrate(make(), 3e-2, max_rank=16)
     assert max(r for s in plan.sites for r in s.ranks()) == 16

@@ -52,7 +52,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Conversion:
     path = write_tiny(tmp_path_factory.mktemp("c") / "tiny.safetensors", torch.float16)
-    return convert_checkpoint(path, arch=f"timm:{NAME}", arch_args=ARGS)
+    options = DecomposeOptions(method="svd")
+    return convert_checkpoint(path, arch=f"timm:{NAME}", arch_args=ARGS, options=options)
 
 
 @torch.no_grad()

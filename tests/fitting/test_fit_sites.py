@@ -60,6 +60,7 @@ def run(model: nn.Module, seed: int = 5) -> Tensor:
     return out
 
 
+@pytest.mark.usefixtures("dear_matrices")
 def test_a_fitted_model_is_nearer_to_the_original_than_one_without_bias(tmp_path: Path) -> None:
     model, plan = fit(include=())
     assert not patched_modules(model) and torch.equal(run(model), run(make_model()))
@@ -118,6 +119,7 @@ def test_a_patched_model_is_fitted_anew_from_its_original() -> None:
     assert again.sites[1].decisions == plan.sites[1].decisions
 
 
+@pytest.mark.usefixtures("dear_matrices")
 def test_one_input_is_both_trained_on_and_judged_and_that_is_said() -> None:
     inputs = {k: t[:1] for k, t in make_inputs().items()}
     plan = fit_sites(make_model(), inputs, rank=4, options=EASY, recipes=RECIPES, include="pair")
