@@ -94,9 +94,10 @@ class PairAttention(PatchedAttention):
             built = {FactorNetworks.kind: {"x_q": x, "x_k": x}}
             return self.score_bias(call.q, call.k, call.v, built=built, **kwargs)
         memory = self.score_bias.pair_memory
-        if memory is not None and memory.serves(call.source):
+        weights = () if memory is None else self.bias_weights()
+        if memory is not None and memory.serves(call.source, weights):
             size, rows = call.q.shape[-1], math.prod(call.q.shape[:-3])
-            prepared = memory.prepared(call.source, self.bias_weights(), call.bias, size, rows)
+            prepared = memory.prepared(call.source, weights, call.bias, size, rows)
             backend = self.score_bias.backend
             return flashbias_attention(call.q, call.k, call.v, prepared, backend=backend, **kwargs)
         built = {"dense": {"bias": call.bias()}}

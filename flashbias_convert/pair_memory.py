@@ -81,11 +81,16 @@ class PairMemory:
     #: scores of a head in the largest calls whose factors were made and did not pay
     _in_vain: int = 0
 
-    def serves(self, source: Tensor) -> bool:
-        """Whether a call may use what is remembered: not while it is traced or differentiated."""
-        return not torch.compiler.is_compiling() and not (
-            torch.is_grad_enabled() and source.requires_grad
-        )
+    def serves(self, source: Tensor, weights: tuple[Tensor, ...]) -> bool:
+        """Whether a call may use what is remembered: not while it is traced or differentiated.
+
+        Args:
+            source, weights: see `prepared`; what is kept would give neither a gradient.
+        """
+        if torch.compiler.is_compiling():
+            return False
+        asks = source.requires_grad or any([weight.requires_grad for weight in weights])
+        return not (asks and torch.is_grad_enabled())
 
     def prepared(
         self,

@@ -9,11 +9,11 @@ was made beforehand and gives no gradient for it. Forward, and forward plus back
 channels; where rows are longer than the Triton kernels take (column `kernel`), `auto` is torch's
 attention. `error` is that of the output against float64; a way that is off by more than `WRONG` is
 wrong, and compared with nobody. `forward_ms` and `both_ms` are times on the card alone (CUDA graph
-replays), `forward_call_ms` and `both_call_ms` of eager calls, Python included, which stand in for them
-where there is no graph. For every head size the largest rank up to which ours takes no
-longer than the best of the others is printed and written to FILE.md, beside the one that is
-accepted. Sizes and ranks that the clock leaves out (`--stop-s`) are told; --resume keeps the rows
-of the same device and version of torch and measures the others.
+replays), `forward_call_ms` and `both_call_ms` of eager calls, Python included, which stand in for
+them where there is no graph. For every head size the largest rank up to which ours takes no longer
+than the best of the others is printed and written to FILE.md, beside the one that is accepted.
+Sizes and ranks that the clock leaves out (`--stop-s`) are told; --resume keeps the rows of the same
+device and version of torch and measures the others.
 """
 
 from __future__ import annotations

@@ -3,12 +3,14 @@
 python scripts/measure_costs.py [--lengths N ...] [--head-sizes D ...] [--resume] [--output F.csv]
 
 bf16, forward, time on the card (CUDA graph replays). The batch is chosen so that every length has
-about the same number of scores. "dense, sdpa" is a dense bias in torch's fused attention, what a
-converted site is compared with. Kernels are compiled in parallel processes first. Writes the table
-that the choice of terms counts with, `flashbias_convert/decompose/cost_table.csv`, row by row;
---resume keeps the rows of other classes of cards, and does not measure again those of this card and
-these versions. Rows of its class from other cards or versions are replaced one by one.
-`measure_factor_times.py` measures how long factors take to make.
+about the same number of scores. "dense" is a bias whose tiles nobody shares, as beside a mask or in
+cosine attention; where batch entries do, it costs less. "dense, sdpa" is a dense bias in torch's
+fused attention, what a converted site is compared with. Kernels are compiled in parallel processes
+first. Writes the table that the choice of terms counts with,
+`flashbias_convert/decompose/cost_table.csv`, row by row; --resume keeps the rows of other classes
+of cards, and does not measure again those of this card and these versions. Rows of its class from
+other cards or versions are replaced one by one. `measure_factor_times.py` measures how long factors
+take to make.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import triton
+from attention_launches import apart
 from attention_shapes import Shape, alibi, dense, lookup, low_rank, offsets, with_regions
 from row_file import VERSIONS, RowFile
 from torch import Tensor
@@ -91,7 +94,8 @@ def make_call(n: int, d: int, form: str) -> Callable[[], Tensor]:
 def compile_one(job: Job) -> None:
     """Compile what a job launches; failures show again when it is timed."""
     try:
-        make_call(*job)()
+        with apart():
+            make_call(*job)()
         torch.cuda.synchronize()
     except Exception as problem:
         print(*job, str(problem).splitlines()[0][:100], flush=True)
@@ -100,7 +104,8 @@ def compile_one(job: Job) -> None:
 def measured(job: Job) -> dict[str, str]:
     """What a row says of its time."""
     n = job[0]
-    ms = time_ms(make_call(*job))
+    with apart():
+        ms = time_ms(make_call(*job))
     scores = shape_of(*job[:2]).batch[0] * HEADS * n * n
     return {"ms": f"{ms:.4f}", "ps_per_score": f"{1e9 * ms / scores:.4f}"}
 

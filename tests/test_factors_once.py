@@ -116,6 +116,35 @@ def test_steps_decide(
         assert all(d.reason.endswith(why) for d in memory.decisions)
 
 
+class Projected(Site):
+    """Attends with a projection of its input."""
+
+    weight: nn.Parameter
+
+    def bias_weights(self) -> tuple[Tensor, ...]:
+        return (self.weight,)
+
+    def forward(self, q: Tensor, z: Tensor) -> Tensor:
+        made = (z * self.weight).movedim(-1, -3)
+        return self.attend(PairCall(q, q, q, z, lambda: made, lambda: z[..., 0]))
+
+
+@pytest.mark.usefixtures("free_factors")
+def test_what_projects_a_bias_keeps_its_gradient() -> None:
+    """What is kept has none: with gradients on, every call makes its own."""
+    module: Any = site()
+    module.__class__ = Projected
+    module.weight = nn.Parameter(torch.ones(HEADS))
+    q, z = torch.randn(1, HEADS, N, WIDTH), bias().movedim(-3, -1).contiguous()
+    with factors_once(nn.ModuleList([module]), rank=1) as (memory,):
+        found = [torch.autograd.grad(module(q, z).sum(), module.weight)[0] for _ in range(3)]
+        assert memory.served == 0 and all(torch.equal(g, found[0]) for g in found)
+        with torch.no_grad():
+            for _ in range(3):
+                module(q, z)
+        assert memory.served == 1
+
+
 @pytest.mark.parametrize("steps", [0, -1, 2.5, True, "200"])
 def test_steps_are_a_number_of_calls(steps: Any) -> None:
     with (

@@ -2,7 +2,9 @@
 
 `scripts/measure_costs.py` makes the table: forward calls in bf16 with about as many scores at every
 length. All numbers of the choice of terms live there and here, and nowhere else; `factor_times` has
-those of how long factors take to make.
+those of how long factors take to make. A dense bias costs what it costs where batch entries do not
+share its tiles: whether they do depends on masks, gates and kinds of attention that a choice does
+not see.
 """
 
 from __future__ import annotations

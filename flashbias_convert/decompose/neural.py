@@ -98,6 +98,7 @@ def fit(
     typical: Sequence[Sample] = (),
     device: torch.device | str = "cpu",
     state: str | Path | None = None,
+    data: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> FitResult:
     """Fit factor networks to samples; see `fit_factor_networks`.
@@ -107,6 +108,7 @@ def fit(
         evaluation: samples that judge; none means that `draw` makes them, of a seed of their own.
         typical: samples that say how large features and biases are, and which closed forms are
             made from; none means that `draw` makes them.
+        data: what `draw` draws from, told from others: a state is that of these alone.
     """
     device = torch.device(device)
     judges = list(evaluation) or _drawn(draw, EVALUATION, _seed(options.seed, 1), device)
@@ -117,7 +119,7 @@ def fit(
         sample.check(heads)
     networks = _networks(known, rank, heads, options)
     generator = torch.Generator(device).manual_seed(_seed(options.seed, 2))
-    fitting = Fitting(draw, judges, known, networks, options, generator)
+    fitting = Fitting(draw, judges, known, networks, options, generator, tuple(data))
     found = None if state is None else read_state(state, fitting.identity())
     if found is not None:
         fitting.resume(found)

@@ -81,6 +81,7 @@ class Fitting:
         networks: untrained.
         options: how.
         generator: for `draw`; on the device where the networks are trained.
+        data: what `draw` draws from, told from others.
     """
 
     def __init__(
@@ -91,8 +92,9 @@ class Fitting:
         networks: FactorNetworks,
         options: FitOptions,
         generator: torch.Generator,
+        data: tuple[str, ...] = (),
     ) -> None:
-        self.draw, self.judges, self.typical = draw, judges, typical
+        self.draw, self.judges, self.typical, self.data = draw, judges, typical, data
         self.options, self.generator, self.device = options, generator, generator.device
         self.networks = networks.to(self.device)
         self.optimiser = torch.optim.Adam(
@@ -239,7 +241,7 @@ class Fitting:
     # -- interruptions ---------------------------------------------------------------------
 
     def identity(self) -> dict[str, Any]:
-        """What makes this fit this one: options, sizes, device and the samples that judge."""
+        """What makes this fit this one: options, sizes, device, the samples that judge and `data`."""
         sums = [float(s.bias.double().sum()) for s in self.judges]
         sums += [float(s.x_q.double().sum()) for s in self.judges]
         return {
@@ -247,6 +249,7 @@ class Fitting:
             "networks": self.networks.config(),
             "device": self.device.type,
             "samples": [repr(value) for value in sums],
+            "data": list(self.data),
         }
 
     def state(self) -> FitState:

@@ -16,6 +16,7 @@ from ..decompose.decision import HeadDecision
 from ..decompose.factor_networks import FactorNetworks
 from ..decompose.neural import Check, FitResult, fit
 from ..decompose.neural_options import FitOptions
+from ..decompose.neural_samples import Sample
 from ..decompose.pair_forms import forms, networks_in_words
 from ..errors import DecompositionError, NothingToConvertError, UsageError
 from ..inputs import Batch, as_inputs
@@ -188,6 +189,11 @@ def _as_here(batch: Batch, model: nn.Module) -> Batch:
     return batch.to(parameter.device, parameter.dtype)
 
 
+def _told(sample: Sample) -> str:
+    """What tells a sample from others, as far as sums do."""
+    return f"{float(sample.bias.double().sum())!r}, {float(sample.x_q.double().sum())!r}"
+
+
 @dataclasses.dataclass(frozen=True)
 class _Fitter:
     """One site, and how to fit it."""
@@ -232,6 +238,7 @@ class _Fitter:
                 evaluation=judges,
                 device=here,
                 state=state,
+                data=(f"{self.tokens} tokens", *map(_told, train)),
                 progress=None if progress is None else lambda c: progress(self.site.name, c),
             )
         except DecompositionError as error:

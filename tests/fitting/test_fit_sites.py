@@ -146,6 +146,19 @@ def test_an_interrupted_fit_goes_on(tmp_path: Path) -> None:
     assert plan.sites[1].decisions == fit(HARD)[1].sites[1].decisions
 
 
+def test_a_state_is_that_of_its_data_and_of_no_other(tmp_path: Path) -> None:
+    """Also where the inputs that judge are the same: the last of eight."""
+    fit(state=tmp_path / "fits")
+    given = {"rank": 8, "recipes": RECIPES, "include": "pair", "options": EASY}
+    inputs = make_inputs()
+    assert len(inputs["s"]) >= 2
+    inputs["s"] = inputs["s"].clone()
+    inputs["s"][0] *= 1.01
+    with pytest.raises(UsageError, match="another fit"):
+        fit_sites(make_model(), inputs, state=tmp_path / "fits", **given)
+    assert fit(state=tmp_path / "fits")[1].sites[1].decisions
+
+
 def test_nan_in_the_inputs_fails_that_site_alone() -> None:
     inputs = make_inputs()
     inputs["s"][0, 0, 0] = torch.nan  # the triangle does not see it
