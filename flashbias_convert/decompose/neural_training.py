@@ -241,7 +241,7 @@ class Fitting:
     # -- interruptions ---------------------------------------------------------------------
 
     def identity(self) -> dict[str, Any]:
-        """What makes this fit this one: options, sizes, device, the samples that judge and `data`."""
+        """What makes this fit this one: options, sizes, device, the judges and `data`."""
         sums = [float(s.bias.double().sum()) for s in self.judges]
         sums += [float(s.x_q.double().sum()) for s in self.judges]
         return {
