@@ -79,7 +79,7 @@ def _paying(n: int, m: int, head_dim: int | None, heads: int | None) -> str:
 
 
 def networks_in_words(n: int, m: int, rank: int, head_dim: int | None = None) -> str | None:
-    """Why fitted networks of this rank do not pay at this size, or None if they do.
+    """Why attention with fitted factors of this rank is not faster at this size; None if it is.
 
     Args:
         n, m, head_dim: see `affordable_rank`.
@@ -92,7 +92,8 @@ def networks_in_words(n: int, m: int, rank: int, head_dim: int | None = None) ->
     return (
         f"its factors of rank {rank} (padded {costs.rank_bucket(rank)}) add {own:.3g} ps per score "
         f"at {n} tokens, the bias as it is {dense:.3g}; factors cost less "
-        f"{_rank(affordable_rank(n, m, head_dim))}"
+        f"{_rank(affordable_rank(n, m, head_dim))} (in attention alone: networks take time of their "
+        "own, and save the projection of the pairs)"
     )
 
 
