@@ -57,8 +57,8 @@ def test_words_follow_the_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert networks_in_words(100, 100, 16) is None
     assert networks_in_words(100, 100, 40) == (
         "its factors of rank 40 (padded 64) add 2.5 ps per score at 100 tokens, the bias as it is "
-        "2; factors cost less up to rank 16 (in attention alone: networks take time of their own, and "
-        "save the projection of the pairs)"
+        "2; factors cost less up to rank 16 (in attention alone: networks take time, too, and save "
+        "the projection of the pairs)"
     )
     prices["dense"] = 0.1
     assert forms_in_words(100, 90) == (
