@@ -92,8 +92,8 @@ def networks_in_words(n: int, m: int, rank: int, head_dim: int | None = None) ->
     return (
         f"its factors of rank {rank} (padded {costs.rank_bucket(rank)}) add {own:.3g} ps per score "
         f"at {n} tokens, the bias as it is {dense:.3g}; factors cost less "
-        f"{_rank(affordable_rank(n, m, head_dim))} (in attention alone: networks take time, too, and "
-        "save the projection of the pairs)"
+        f"{_rank(affordable_rank(n, m, head_dim))} (in attention alone: networks take time, too, "
+        "and save the projection of the pairs)"
     )
 
 
