@@ -55,6 +55,8 @@ class LaunchSettings:
 
 #: Longer sequences than this are told apart by powers of two only.
 LONGEST_EXACT = 1024
+#: tensors of a table, or of a look-up, alone
+_OF_LOOK_UPS = frozenset({"table", "codes_q", "codes_k", "lookup", "lookup_code"})
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ def launch_settings(shape: LaunchShape) -> LaunchSettings:
         return _narrow_heads(shape, width)
     if width <= 64:
         if gathers and not columns:
-            return _looked_up(n, "lookup" in gathers)
+            alone = _OF_LOOK_UPS.issuperset(shape.terms)
+            return _looked_up(n, "lookup" in gathers, alone)
         if _few_rows(n):
             depth, registers = (2, None) if columns > 32 else (3, 96)
             return LaunchSettings(64, 32, 4, depth, registers)
@@ -122,13 +125,17 @@ def _few_rows(n: int) -> bool:
     return -(-n // 128) * 128 > 1.25 * (-(-n // 64) * 64)
 
 
-def _looked_up(n: int, by_pair: bool) -> LaunchSettings:
+def _looked_up(n: int, by_pair: bool, alone: bool) -> LaunchSettings:
     """Tables for heads of at most 64 numbers: more programs a multiprocessor hide their reads.
 
     Args:
         n: number of queries.
         by_pair: entries are found through an index of pairs, not through codes of both positions.
+        alone: nothing else is added to scores, which would take registers that more programs leave
+            no room for.
     """
+    if not alone:
+        return LaunchSettings(64, 64 if n <= 512 else 32, 4, 3)
     if by_pair:
         return LaunchSettings(64, 32, 4, 3, 128)
     return LaunchSettings(64, 64, 4, 3, 128) if n >= 1024 else LaunchSettings(64, 32, 4, 3, 96)
