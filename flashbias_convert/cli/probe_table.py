@@ -145,6 +145,10 @@ def _summary(found: Probe) -> str:
     if not found.sites:
         return "no attention was seen"
     if not found.biased:
+        known = sorted({site.recipe for site in found.sites if site.recipe is not None})
+        if known:
+            calls = f"{len(found.sites)} attention calls, which add zeros or nothing"
+            return f"{calls}; with other weights they would be converted by {', '.join(known)}"
         return f"{len(found.sites)} attention calls, no bias: there is nothing to convert"
     kinds = [
         f"{count} {kind} ({MEANING[kind]})"

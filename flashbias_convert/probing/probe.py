@@ -167,7 +167,8 @@ def _unseen(run: Run, found: bool) -> list[str]:
     ]
     if not found and not notes:
         notes.append(
-            "no attention was seen: kernels that are not torch's own are not, such as those of "
-            "flash-attn, xformers and flex_attention"
+            "no attention was seen: torch's softmax and scaled_dot_product_attention are, but no "
+            "exponentials that are summed by hand, and no kernels such as those of flash-attn, "
+            "xformers and flex_attention"
         )
     return notes

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flashbias_convert import load_recipe_file
+from flashbias_convert import load_recipe_file, probe_model
+from flashbias_convert.cli.probe_table import _summary
 from tests.checkpoint.models import ARCH, write_tiny
+from tests.probing.architectures import levit
 
 from .conftest import Cli
 from .test_errors import assert_error, files
@@ -103,6 +105,15 @@ def test_no_bias_is_nothing_to_convert(cli: Cli, tmp_path: Path) -> None:
     torch.save(Biased().state_dict(), tmp_path / "zero.pt")
     zero = cli(*model)
     assert zero.code == 3 and "no bias: there is nothing to convert" in zero.out
+
+
+def test_zeros_where_a_recipe_is_known_name_it() -> None:
+    model, call = levit()
+    for name, parameter in model.named_parameters():
+        if "attention_biases" in name:
+            torch.nn.init.zeros_(parameter)
+    words = _summary(probe_model(model, call))
+    assert "add zeros or nothing; with other weights" in words and "timm_levit" in words
 
 
 @pytest.mark.parametrize(
