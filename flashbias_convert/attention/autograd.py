@@ -171,6 +171,6 @@ attention_backward_op = register(
     _backward_without_values,
     refuse_gradients(
         "flashbias_convert's attention kernel has no second derivative: "
-        "use backend='eager' or 'sdpa' where gradients of gradients are needed"
+        "use backend='eager' where gradients of gradients are needed"
     ),
 )

@@ -17,6 +17,8 @@ from .factors import balance, effective_factors, split_columns
 
 #: Most columns of q and its factors together that torch's fused kernels take.
 MAX_COLUMNS = 256
+#: A key bias so far below the largest of its row hides a key, and fp16 still holds it.
+LOWEST_KEY_BIAS = -(2.0**15)
 
 
 def sdpa_attention(
@@ -28,6 +30,9 @@ def sdpa_attention(
     """
     if q.numel() == 0:  # torch's fused kernels refuse some empty shapes
         return _nothing(q, k, v, bias, args)
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    if half and q.device.type == "cpu" and _learns_a_gate(bias):
+        return sdpa_attention(q.float(), k.float(), v.float(), bias, args).to(q.dtype)
     groups = q.shape[-3] // k.shape[-3]
     query, key, scale = scaled(q, k, args)
     key, value = _repeat(key, groups), _repeat(v, groups)
@@ -42,7 +47,24 @@ def sdpa_attention(
     mask, nothing = additive_mask(q, k, rest, visible, args)
     out = _fused(query, key, value, mask, is_causal, scale)
     # backends differ on rows in which every key is masked; the promise is zeros
-    return out if nothing is None else out.masked_fill(nothing, 0.0)
+    out = out if nothing is None else out.masked_fill(nothing, 0.0)
+    for term in thin:
+        if half and isinstance(term, KeyBias):
+            none = (term.values == float("-inf")).all(-1, keepdim=True)[..., None]
+            out = out.masked_fill(_expand(none.to(out.dtype), out, term, out.shape[-3]) > 0, 0.0)
+    return out
+
+
+def _learns_a_gate(bias: ScoreBias | None) -> bool:
+    """Whether gradients of a gate on factors are wanted.
+
+    It is a sum over columns that may cancel, as those of distances do, and torch rounds the
+    gradient of each column to the dtype of q before.
+    """
+    return torch.is_grad_enabled() and any(
+        isinstance(t, LowRank) and t.row_scale is not None and t.row_scale.requires_grad
+        for t in (() if bias is None else bias.terms)
+    )
 
 
 def scaled(q: Tensor, k: Tensor, args: AttentionArguments) -> tuple[Tensor, Tensor, float]:
@@ -62,9 +84,10 @@ def scaled(q: Tensor, k: Tensor, args: AttentionArguments) -> tuple[Tensor, Tens
 
 
 def columns_alone(q: Tensor, bias: ScoreBias | None, args: AttentionArguments) -> int | None:
-    """How many columns carry the whole bias; None where a mask of size N x M is needed."""
+    """How many columns carry the whole bias; None where a mask of size N x M is needed, or where
+    gradients of a gate would lose what they cancel to."""
     thin, rest = _split_terms(bias, q)
-    if rest is not None or args.key_mask is not None:
+    if rest is not None or args.key_mask is not None or _learns_a_gate(bias):
         return None
     if args.causal and not _is_zero(args.query_start):
         return None
@@ -120,12 +143,21 @@ def _columns(
         split = term.split
     else:
         assert isinstance(term, KeyBias)
-        phi_k, split = term.values[..., None], None
+        phi_k, split = _finite(term.values.to(wide), query.dtype)[..., None], None
         phi_q = torch.ones_like(phi_k[..., :1, :])
     phi_q, phi_k = balance(phi_q.to(wide) / scale, phi_k.to(wide))
     splits = _splits(phi_q.shape[-1], split, query.dtype)
     phi_q, phi_k = split_columns(phi_q, phi_k, splits, query.dtype)
     return _expand(phi_q, query, term, heads), _expand(phi_k, key, term, heads)
+
+
+def _finite(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """A key bias (..., M) that half precision holds, up to a constant, which softmax ignores."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return values
+    top = values.detach().amax(-1, keepdim=True)
+    top = top.where(top > float("-inf"), 0.0)
+    return (values - top).clamp(min=LOWEST_KEY_BIAS)
 
 
 def _expand(phi: Tensor, like: Tensor, term: Term, heads: int) -> Tensor:

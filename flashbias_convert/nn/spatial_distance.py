@@ -15,9 +15,10 @@ from .base import LearnableBias, require_positive
 class SpatialDistanceBias(LearnableBias):
     """Minus a weight times the squared distance of two points: ``-w[h, i] |x_i - y_j|^2``.
 
-    Where weights have no gradient, what all keys of a query have in common is left out,
-    ``-w[h, i] |x_i|^2`` after centring: softmax ignores it, and four columns are exact for points
-    in space. Source: FlashBias, Example 3.5 and section 4.4 (a learnable weight for every token).
+    Where neither weights nor points have a gradient, what all keys of a query have in common is
+    left out, ``-w[h, i] |x_i|^2`` after centring: softmax ignores it, and four columns are exact
+    for points in space. Source: FlashBias, Example 3.5 and section 4.4 (a learnable weight for
+    every token).
 
     The weight of a head is the exponential of a parameter, so that it stays positive; heads start
     with a geometric series, from about the whole set of points to a small part of it.
@@ -73,7 +74,8 @@ class SpatialDistanceBias(LearnableBias):
         gate = self.log_weight.exp()
         if weight is not None:
             gate = gate * weight.to(gate.dtype)
-        phi_q, phi_k = distance_factors(queries, keys, whole=gate.requires_grad)
+        asks = [gate, queries, *([] if keys is None else [keys])]
+        phi_q, phi_k = distance_factors(queries, keys, whole=any(x.requires_grad for x in asks))
         return ScoreBias((LowRank(phi_q=phi_q, phi_k=phi_k, row_scale=gate),), self.heads)
 
     def extra_repr(self) -> str:
@@ -90,9 +92,9 @@ def distance_factors(
     column of its own. Points are centred in fp64: this changes no distance, and far-off coordinates
     would cancel in fp32.
 
-    Gradients of weights want the whole: in half precision gradients of scores do not add up to zero
-    along a row, and what is left over is multiplied with the distances of points that see each
-    other, or without the last part with numbers of the size of the whole set.
+    Gradients of weights and of points want the whole: in half precision gradients of scores do not
+    add up to zero along a row, and what is left over is multiplied with the distances of points
+    that see each other, or without the last part with numbers of the size of the whole set.
 
     Args:
         queries: fp32 or fp64, shape (*batch, N, d).

@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashbias_convert import (
     Dense,
+    KeyBias,
     LowRank,
     Regions,
 )
@@ -32,6 +33,28 @@ def test_scale_zero_leaves_the_bias_alone(backend: str, device: torch.device) ->
     expected = bias.dense(20, 20).softmax(-1) @ x.v
     out = flashbias_attention(x.q, x.k, x.v, bias, scale=0.0, backend=backend)
     assert torch.allclose(out, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("hidden", [float("-inf"), -1e9, torch.finfo(torch.float32).min])
+def test_keys_that_a_key_bias_hides(
+    hidden: float, backend: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Numbers that half precision does not hold, in some of the keys of one batch entry."""
+    x = Inputs(device, dtype, n=20, heads=2)
+    values = x.normal(*x.q.shape[:-3], 1, x.m)
+    values[0, ..., 13:] = hidden
+    check(x, x.bias(KeyBias(values=values)), backend)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_a_row_of_which_a_key_bias_hides_all_is_zero(
+    backend: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    x = Inputs(device, dtype, n=20, heads=2)
+    values = x.normal(*x.q.shape[:-3], 1, x.m)
+    values[0] = float("-inf")
+    out = flashbias_attention(x.q, x.k, x.v, x.bias(KeyBias(values=values)), backend=backend)
+    assert not out[0].any() and out[1:].isfinite().all() and out[1:].any()
 
 
 @pytest.mark.parametrize("cosine", [False, True])

@@ -162,6 +162,9 @@ def test_where_weights_learn_nothing_is_left_out() -> None:
     assert torch.allclose(found.dense(9, 7, dtype=torch.float64), truth, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
         assert module(x, y).terms[0].max_rank == 4  # softmax ignores what is left out
+    module.requires_grad_(False)
+    assert module(x, y).terms[0].max_rank == 4
+    assert module(x.requires_grad_(), y).terms[0].max_rank == 5  # points learn, too
 
 
 def test_weights_of_a_call_multiply_those_of_the_module() -> None:
