@@ -73,6 +73,8 @@ def call_problem(q: Tensor, v: Tensor, bias: PreparedBias | None, training: bool
     """Why the Triton kernels cannot run this call, or None if they can. Reads no values."""
     if q.dtype == torch.float64:
         return "there is no fp64 kernel"
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        return "transforms of torch.func do not know the kernels"
     if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_SIZE:
         return f"head sizes above {MAX_HEAD_SIZE} are not supported"
     return None if bias is None else bias.problem(q.dtype != torch.float32, training)

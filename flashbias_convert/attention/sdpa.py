@@ -84,10 +84,9 @@ def scaled(q: Tensor, k: Tensor, args: AttentionArguments) -> tuple[Tensor, Tens
 
 
 def columns_alone(q: Tensor, bias: ScoreBias | None, args: AttentionArguments) -> int | None:
-    """How many columns carry the whole bias; None where a mask of size N x M is needed, or where
-    gradients of a gate would lose what they cancel to."""
+    """How many columns carry the whole bias; None where a mask of size N x M is needed."""
     thin, rest = _split_terms(bias, q)
-    if rest is not None or args.key_mask is not None or _learns_a_gate(bias):
+    if rest is not None or args.key_mask is not None:
         return None
     if args.causal and not _is_zero(args.query_start):
         return None

@@ -86,6 +86,24 @@ def test_windows_of_swin_v2(
     check(x, x.bias(*terms), kernel, cosine=True, scale=scale)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_transforms_of_torch_func_take_another_way(kernel: str, device: torch.device) -> None:
+    x = Inputs(device, torch.float32, batch=(3,), heads=2, n=20, m=20)
+    bias = x.bias(x.low_rank(2))
+
+    def loss(q: Any, k: Any, v: Any, backend: str = "auto") -> Any:
+        return flashbias_attention(q, k, v, bias, backend=backend).square().sum()
+
+    q, k, v = (t.detach() for t in (x.q, x.k, x.v))
+    own = q.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(loss(own, k, v, "eager"), own)
+    torch.testing.assert_close(torch.func.grad(loss)(q, k, v), wanted, rtol=1e-4, atol=1e-5)
+    each = torch.func.vmap(torch.func.grad(loss))(q, k, v)
+    torch.testing.assert_close(each, wanted, rtol=1e-4, atol=1e-5)
+    with pytest.raises(UnsupportedTermError, match=r"torch\.func"):
+        torch.func.grad(loss)(q, k, v, kernel)
+
+
 def test_a_factor_needs_the_other_one_in_bf16() -> None:
     met, bf16 = backward._met_by_scores, torch.bfloat16
     assert met(["phi_q"], bf16) == {"phi_k": bf16}
