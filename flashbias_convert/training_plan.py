@@ -36,7 +36,8 @@ def mark_trained(plan: Plan) -> None:
     if not learning:
         raise UsageError(
             "no site has terms that could be trained",
-            "they are made from the model's own weights in each call: train without train=",
+            "biases are zeros, as of fresh weights, or made from the model's own weights in each "
+            "call: train without train=",
         )
     for site in plan.patched:
         if site not in learning and NOTHING_TO_TRAIN not in site.warnings:
