@@ -138,7 +138,8 @@ def _short(n: int, d: int, bias: Callable[[Shape, torch.device], ScoreBias] | No
     return Shape((2**28 // (8 * n * n),), 8, n, d, bias)
 
 
-#: Windows that fill blocks of queries badly, and look-ups next to wide heads: for launch settings.
+#: Windows that fill blocks of queries badly, and look-ups by length and head size: for launch
+#: settings.
 SHORT: dict[str, Shape] = {
     f"N={n} D={d} {name}": _short(n, d, bias)
     for n, d, name, bias in (
@@ -151,6 +152,12 @@ SHORT: dict[str, Shape] = {
         (144, 32, "table", offsets),
         (144, 64, "R=16", low_rank(16)),
         (144, 64, "table", offsets),
+        (512, 64, "table", offsets),
+        (2048, 64, "table", offsets),
+        (4096, 64, "table", offsets),
+        (144, 64, "lookup", lookup),
+        (512, 64, "lookup", lookup),
+        (2048, 64, "lookup", lookup),
         (144, 128, "R=16", low_rank(16)),
         (144, 128, "dense", dense),
         (576, 128, "table", offsets),

@@ -80,7 +80,8 @@ def candidates(name: str, quick: bool) -> list[LaunchSettings]:
     if wide:
         tiles = [(64, 64, 4, (168, None)), (128, 64, 8, (128, None)), (128, 128, 8, (None,))]
     if not quick:
-        tiles += [(64, 32, 4, (96, None)), (64, 128, 4, (128, 168)), (128, 128, 8, (128, None))]
+        tiles += [(64, 32, 4, (96, 128, None)), (64, 128, 4, (128, 168))]
+        tiles += [(128, 128, 8, (128, None))]
         tiles += [(64, 64, 4, (None,)), (128, 64, 8, (None,)), (128, 32, 8, (None,))]
         tiles += [(32, 64, 4, (None,)), (32, 32, 2, (None,)), (16, 64, 2, (None,))]
     stages = (2, 3) if wide or not quick else (3,)

@@ -18,6 +18,7 @@ from flashbias_convert.checkpoint import convert_checkpoint, read_checkpoint, re
 from flashbias_convert.checkpoint.mapped import open_mapped
 from flashbias_convert.checkpoint.origin import note_of_lost
 from flashbias_convert.inspection import inspect_model
+from flashbias_convert.options import DecomposeOptions
 from flashbias_convert.recipe import Description, LeftAlone, Registry, Site
 from flashbias_convert.views import site_views
 from tests.toy import TOY, BiasedAttention, ToyModel
@@ -180,24 +181,27 @@ class Buffered(ToyModel):
             block.attn = BufferedAttention()  # type: ignore[assignment]
 
 
-def test_a_bias_that_is_a_buffer(tmp_path: Path) -> None:
-    from flashbias_convert.options import DecomposeOptions
-
-    tensors = Buffered().bfloat16().state_dict()
-    source = write_shards(tmp_path / "m", tensors, "safetensors", 2)
-    options: dict[str, Any] = {"arch": Buffered, "arch_args": None, "recipes": [TOY]}
-    options["options"] = DecomposeOptions(method="svd", energy=0.9)
-    output = convert(source, tmp_path / "out", **options)
-    whole = convert(source, tmp_path / "whole", max_shard_size="1GB", **options)
+def assert_as_in_memory(source: Path, folder: Path, **options: Any) -> None:
+    """The tensors that are written shard by shard are those of a model that is held in memory."""
+    output = convert(source, folder / "out", **options)
+    whole = convert(source, folder / "whole", max_shard_size="1GB", **options)
     found, expected = read_checkpoint(output).tensors, read_checkpoint(whole).tensors
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
 
 
+def test_a_bias_that_is_a_buffer(tmp_path: Path) -> None:
+
+    tensors = Buffered().bfloat16().state_dict()
+    source = write_shards(tmp_path / "m", tensors, "safetensors", 2)
+    options: dict[str, Any] = {"arch": Buffered, "arch_args": None, "recipes": [TOY]}
+    options["options"] = DecomposeOptions(method="svd", energy=0.9)
+    assert_as_in_memory(source, tmp_path, **options)
+
+
 def test_tied_weights_of_a_callers_model(tmp_path: Path) -> None:
     tensors = {k: v.clone() for k, v in TiedToy().state_dict().items() if k != "head.weight"}
     source = write_shards(tmp_path / "m", tensors, "safetensors")
-    from flashbias_convert.options import DecomposeOptions
 
     options: dict[str, Any] = {"arch": TiedToy, "arch_args": None, "recipes": [TOY]}
     output = convert(source, tmp_path / "out", options=DecomposeOptions(force_all=True), **options)
@@ -231,17 +235,12 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_toy_model_of_many_sites(tmp_path: Path) -> None:
-    from flashbias_convert.options import DecomposeOptions
 
     model = ToyModel(4)
     source = write_shards(tmp_path / "m", dict(model.state_dict()), "safetensors", 2)
     options: dict[str, Any] = {"arch": ToyModel, "arch_args": {"depth": 4}, "recipes": [TOY]}
     options["options"] = DecomposeOptions(method="svd", energy=0.9)
-    output = convert(source, tmp_path / "out", **options)
-    whole = convert(source, tmp_path / "whole", max_shard_size="1GB", **options)
-    found, expected = read_checkpoint(output).tensors, read_checkpoint(whole).tensors
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    assert_as_in_memory(source, tmp_path, **options)
 
 
 def shared_beit() -> Any:
