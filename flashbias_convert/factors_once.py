@@ -43,7 +43,7 @@ def factors_once(
 
     Args:
         model: patched. Compiled calls, and calls that need gradients of the pair representation,
-            use the bias as it is; so do sites with fitted factor networks.
+            use the bias as it is; what fitted factor networks serve is left to them.
         energy: share of the squared singular values of the row-centred bias to keep.
         rank: this rank for every head instead, where it costs less than a dense bias, the time of
             its SVD included.

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .attention import flashbias_attention
 from .decompose.factor_networks import FactorNetworks
+from .decompose.pair_times import Pairs
 from .patched_attention import PatchedAttention
 from .recipe import Description, Observed
 
@@ -78,7 +79,12 @@ class PairAttention(PatchedAttention):
         return self.bias_weights() if self._is_fitted() else ()
 
     def _is_fitted(self) -> bool:
-        return FactorNetworks.kind in self.score_bias.builder_modules()
+        return self._networks() is not None
+
+    def _networks(self) -> FactorNetworks | None:
+        """Those that were fitted to the site."""
+        found: Any = self.score_bias.builder_modules().get(FactorNetworks.kind)
+        return None if found is None else found
 
     def attend(self, call: PairCall, gate: Tensor | None = None) -> Tensor:
         """Attention with the bias of this call, shape (*batch, H, N, Dv).
@@ -88,8 +94,8 @@ class PairAttention(PatchedAttention):
             gate: the result is multiplied by the sigmoid of it; shape (*batch, H, N, Dv).
         """
         kwargs: dict[str, Any] = {"scale": call.scale, "key_mask": call.key_mask, "gate": gate}
-        if self._is_fitted():
-            networks: Any = self.score_bias.builder_modules()[FactorNetworks.kind]
+        networks = self._networks()
+        if networks is not None and call.q.shape[-2] >= networks.from_tokens:
             x = call.token_features(networks.q_features)
             built = {FactorNetworks.kind: {"x_q": x, "x_k": x}}
             return self.score_bias(call.q, call.k, call.v, built=built, **kwargs)
@@ -121,13 +127,16 @@ def gate_of(attention: Any, x: Tensor) -> Tensor | None:
     return logits.unflatten(-1, (heads, -1)).transpose(-2, -3)
 
 
-def described(heads: int, tokens: int | None, head_dim: int) -> Description:
+def described(heads: int, tokens: int | None, head_dim: int, pairs: Pairs) -> Description:
     """A site whose bias comes dense in each call, and can be fitted.
 
     Args:
         heads: H.
         tokens: to plan for; models leave it open, and 384 is the usual crop of training.
         head_dim: D.
+        pairs: what the bias is made from.
     """
     n = tokens or 384
-    return Description(None, heads, n, n, head_dim, builders=("dense",), depends_on_input=True)
+    return Description(
+        None, heads, n, n, head_dim, builders=("dense",), depends_on_input=True, pairs=pairs
+    )

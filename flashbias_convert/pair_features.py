@@ -31,9 +31,9 @@ def pair_features(
         rows, columns = pair.mean(-2, dtype=torch.float32), pair.mean(-3, dtype=torch.float32)
     else:
         counts = mask.sum(-1).clamp(min=1).float()[..., None, None]
-        weight = mask.float()[..., None] / counts  # (*batch, N, 1)
-        rows = (pair.float() * weight[..., None, :, :]).sum(-2)
-        columns = (pair.float() * weight[..., :, None, :]).sum(-3)
+        seen = mask.to(pair.dtype)[..., None]  # (*batch, N, 1); ones and zeros are exact
+        rows = (pair * seen[..., None, :, :]).sum(-2, dtype=torch.float32) / counts
+        columns = (pair * seen[..., :, None, :]).sum(-3, dtype=torch.float32) / counts
     parts = [rows, columns]
     if diagonal:
         parts.append(pair.diagonal(dim1=-3, dim2=-2).mT.float())

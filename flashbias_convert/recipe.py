@@ -22,6 +22,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from .about import About
+from .decompose.pair_times import Pairs
 from .errors import UsageError
 from .patched_attention import PatchedAttention
 from .patched_owner import PatchedOwner
@@ -77,6 +78,8 @@ class Description:
         depends_on_input: the bias is made from the input of each call, and factor networks can
             be fitted to it, see `fit_sites`; `bias` is None, and the recipe needs `observe`.
             Without `builders`, which serve the bias as it is, a site cannot be converted before.
+        pairs: what such a bias is made from, so that what calls take can be told; None if that is
+            not known.
     """
 
     bias: Tensor | None
@@ -89,6 +92,7 @@ class Description:
     builders: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     depends_on_input: bool = False
+    pairs: Pairs | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .decompose.pair_times import Pairs
 from .pair_attention import PairAttention, PairCall, described, gate_of
 from .pair_features import pair_features
 from .recipe import Description, Observed, Site
@@ -90,4 +91,6 @@ def observe(module: Any, x: Tensor, mask: Tensor | None = None, *_: Any, **__: A
 def describe(site: Site) -> Description:
     """A dense term, made in each call."""
     module: Any = site.module
-    return described(module.no_heads, site.tokens, module.c_hidden)
+    # queries, keys and values are made of the pairs behind their norm, too
+    pairs = Pairs(projection(module).weight.shape[1], "linear", rows=None)
+    return described(module.no_heads, site.tokens, module.c_hidden, pairs)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from flashbias_convert.about import About
 from flashbias_convert.causal_owner import bound_arguments
+from flashbias_convert.decompose.pair_times import Pairs
 from flashbias_convert.pair_attention import PairAttention, PairCall, described
 from flashbias_convert.pair_features import pair_features
 from flashbias_convert.recipe import Description, Observed, Recipe, Site
@@ -94,7 +95,11 @@ def observe(module: Any, *args: Any, **kwargs: Any) -> Observed:
 def describe(site: Site) -> Description:
     """A dense term, made in each call, or handed over by the diffusion of Boltz-2."""
     module: Any = site.module
-    return described(module.num_heads, site.tokens, module.head_dim)
+    layers = [layer for layer in module.proj_z.modules() if isinstance(layer, nn.Linear)]
+    pairs = Pairs(module.num_heads, "laying out")
+    if layers:
+        pairs = Pairs(layers[0].in_features, "norm and linear")
+    return described(module.num_heads, site.tokens, module.head_dim, pairs)
 
 
 recipe = Recipe(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from flashbias_convert.about import About
 from flashbias_convert.causal_owner import bound_arguments
+from flashbias_convert.decompose.pair_times import Pairs
 from flashbias_convert.pair_attention import PairAttention, PairCall, described, gate_of
 from flashbias_convert.pair_features import pair_features
 from flashbias_convert.recipe import Description, Observed, Recipe, Site, UnsupportedSite
@@ -94,7 +95,8 @@ def describe(site: Site) -> Description:
     module: Any = site.module
     if hasattr(module, "n_query"):
         raise UnsupportedSite("it attends between windows of atoms")
-    return described(module.mha.no_heads, site.tokens, module.mha.c_hidden)
+    pairs = Pairs(module.linear_z.weight.shape[1], "linear")  # networks read the normed, too
+    return described(module.mha.no_heads, site.tokens, module.mha.c_hidden, pairs)
 
 
 _MODULE = "openfold3.core.model.layers.attention_pair_bias"

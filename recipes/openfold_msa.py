@@ -10,9 +10,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from flashbias_convert.about import About
+from flashbias_convert.decompose.pair_times import Pairs
 from flashbias_convert.pair_attention import PairAttention, PairCall, described, gate_of
 from flashbias_convert.pair_features import pair_features
 from flashbias_convert.recipe import Description, NoBias, Observed, Recipe, Site
+
+#: of an alignment, as AlphaFold 2 clusters it; a model does not say
+SEQUENCES = 512
 
 
 class MSARowAttention(PairAttention):
@@ -91,7 +95,8 @@ def describe(site: Site) -> Description:
     module: Any = site.module
     if not module.pair_bias:
         raise NoBias("it attends without pair bias")
-    return described(module.no_heads, site.tokens, module.c_hidden)
+    pairs = Pairs(module.linear_z.weight.shape[1], "linear", SEQUENCES)
+    return described(module.no_heads, site.tokens, module.c_hidden, pairs)
 
 
 recipe = Recipe(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flashbias_convert.about import About
+from flashbias_convert.decompose.pair_times import Pairs
 from flashbias_convert.pair_attention import PairAttention, PairCall, described, gate_of
 from flashbias_convert.pair_features import pair_features
 from flashbias_convert.recipe import Description, Observed, Recipe, Site, UnsupportedSite
@@ -104,7 +105,8 @@ def describe(site: Site) -> Description:
     module: Any = site.module
     if module.cross_attention_mode:
         raise UnsupportedSite("it attends between windows of atoms")
-    return described(module.n_heads, site.tokens, module.attention.c_hidden)
+    pairs = Pairs(module.linear_nobias_z.weight.shape[1], "linear")  # networks read the normed
+    return described(module.n_heads, site.tokens, module.attention.c_hidden, pairs)
 
 
 recipe = Recipe(

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from flashbias_convert.about import About
+from flashbias_convert.decompose.pair_times import Pairs
 from flashbias_convert.pair_attention import PairAttention, PairCall, described
 from flashbias_convert.pair_features import pair_features
 from flashbias_convert.recipe import Description, Observed, Recipe, Site
@@ -79,7 +80,8 @@ def observe(
 def describe(site: Site) -> Description:
     """A dense term, which the block hands over in each call."""
     module: Any = site.module
-    return described(module.num_heads, site.tokens, module.head_width)
+    pairs = Pairs(module.num_heads, "laying out")  # the block projects them for its sites
+    return described(module.num_heads, site.tokens, module.head_width, pairs)
 
 
 recipe = Recipe(

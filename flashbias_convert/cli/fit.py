@@ -12,6 +12,7 @@ from .fitting import (
     FitLossName,
     FitSeedOpt,
     Fitting,
+    FromTokensOpt,
     HiddenOpt,
     LossOpt,
     PatienceOpt,
@@ -47,6 +48,7 @@ def fit(
     sites: SitesOpt = None,
     exclude: ExcludeOpt = None,
     rank: RankOpt = 96,
+    from_tokens: FromTokensOpt = None,
     hidden: HiddenOpt = 256,
     steps: StepsOpt = 10_000,
     loss: LossOpt = FitLossName.centred,
@@ -66,8 +68,10 @@ def fit(
 ) -> int:
     """Fit factor networks to biases that depend on the input, and write the converted model.
 
-    Nothing but the networks is trained. Where a fit does not keep what is asked for, its site is
-    left alone: the exit code is 4 if no site is left to convert (nothing is written), else 5.
+    Nothing but the networks is trained. A site where they would be slower than its bias as it is,
+    by measurements, keeps its bias, unless --from-tokens says when they serve. Where a fit does
+    not keep what is asked for, its site is left alone: the exit code is 4 if no site is left to
+    convert (nothing is written), else 5.
     """
     fitting = Fitting(
         data=data,
@@ -89,6 +93,7 @@ def fit(
             "include": tuple(sites or ()),
             "exclude": tuple(exclude or ()),
             "state": state,
+            "from_tokens": from_tokens,
         },
     )
     fitting.check()

@@ -59,6 +59,15 @@ SitesOpt = Annotated[
 SamplesOpt = Annotated[int, typer.Option(help="How many inputs at most.", rich_help_panel=_PANEL)]
 BatchOpt = Annotated[int, typer.Option(help="How many at once.", rich_help_panel=_PANEL)]
 RankOpt = Annotated[int, typer.Option(help="Of every head.", rich_help_panel=_PANEL)]
+FromTokensOpt = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Networks serve calls with at least N tokens, the bias as it is serves shorter ones.",
+        rich_help_panel=_PANEL,
+        show_default="where networks are faster, as measured on Hopper",
+    ),
+]
 HiddenOpt = Annotated[int, typer.Option(help="Width of a hidden layer.", rich_help_panel=_PANEL)]
 StepsOpt = Annotated[int, typer.Option(help="Of the optimiser, at most.", rich_help_panel=_PANEL)]
 LossOpt = Annotated[

@@ -18,6 +18,8 @@ from ..builder_module import BuilderModule, without_autocast
 from ..terms import LowRank
 
 _SIZES = ("q_features", "k_features", "heads", "rank", "hidden")
+#: of older files the networks serve all lengths
+_CONFIG = {*_SIZES, "from_tokens"}
 #: Features that vary less than this, relatively, are taken for constants.
 _LEAST_SPREAD = 1e-6
 
@@ -89,6 +91,7 @@ class FactorNetworks(BuilderModule):
         heads: H.
         rank: R.
         hidden: width of the hidden layers; 256 in the paper.
+        from_tokens: calls with fewer queries are served by the bias itself, where its site can.
 
     Raises:
         ValueError: a size that is no positive integer.
@@ -100,15 +103,22 @@ class FactorNetworks(BuilderModule):
     gain: Tensor
 
     def __init__(
-        self, q_features: int, k_features: int, heads: int, rank: int, hidden: int = 256
+        self,
+        q_features: int,
+        k_features: int,
+        heads: int,
+        rank: int,
+        hidden: int = 256,
+        from_tokens: int = 1,
     ) -> None:
         super().__init__()
-        given = (q_features, k_features, heads, rank, hidden)
-        for name, size in zip(_SIZES, given, strict=True):
+        given = (q_features, k_features, heads, rank, hidden, from_tokens)
+        for name, size in zip((*_SIZES, "from_tokens"), given, strict=True):
             if type(size) is not int or size < 1:
                 raise ValueError(f"{name} must be a positive integer, got {size!r}")
         self.q_features, self.k_features = q_features, k_features
         self.heads, self.rank, self.hidden = heads, rank, hidden
+        self.from_tokens = from_tokens
         self.register_buffer("gain", torch.ones(heads))
         self.phi_q = TokenNetwork(q_features, hidden, heads * rank)
         self.phi_k = TokenNetwork(k_features, hidden, heads * rank)
@@ -120,12 +130,14 @@ class FactorNetworks(BuilderModule):
                 layer.initialise(generator)
 
     def config(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _SIZES}
+        sizes = {name: getattr(self, name) for name in _SIZES}
+        # older versions can read files whose networks serve all lengths
+        return sizes if self.from_tokens == 1 else {**sizes, "from_tokens": self.from_tokens}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        if set(config) != set(_SIZES):
-            raise ValueError(f"factor networks have {_SIZES}, got {sorted(config)}")
+        if set(config) | {"from_tokens"} != _CONFIG:
+            raise ValueError(f"factor networks have {sorted(_CONFIG)}, got {sorted(config)}")
         return cls(**config)
 
     def factors(self, x_q: Tensor, x_k: Tensor) -> tuple[Tensor, Tensor]:

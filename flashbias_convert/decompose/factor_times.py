@@ -7,11 +7,11 @@ does to a bias at hand, for all heads together. Each row says what was measured,
 from __future__ import annotations
 
 import csv
-import itertools
 import math
-from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
+
+from .interpolation import between
 
 #: columns of the table
 FIELDS = ("heads", "n", "rank", "ms", "what", "class", "card", "torch", "source")
@@ -47,20 +47,9 @@ def factors_ms(matrices: int, n: int, m: int, rank: int, card_class: str | None)
     length = math.sqrt(n * m)
     by_heads = []
     for heads, lengths in table.items():
-        by_length = [(own, _between(curve, rank)) for own, curve in lengths.items()]
-        by_heads.append((heads, _between(by_length, length, power=2)))
-    return _between(by_heads, matrices)
-
-
-def _between(points: Sequence[tuple[int, float]], at: float, power: int = 1) -> float:
-    """A value between those of ascending points; see `factors_ms`."""
-    (first, least), (last, most) = points[0], points[-1]
-    if at <= first:
-        return least
-    if at >= last:
-        return most * (at / last) ** power
-    (x0, low), (x1, high) = next(pair for pair in itertools.pairwise(points) if at <= pair[1][0])
-    return low + (at - x0) / (x1 - x0) * (high - low)
+        by_length = [(own, between(curve, rank)) for own, curve in lengths.items()]
+        by_heads.append((heads, between(by_length, length, power=2)))
+    return between(by_heads, matrices)
 
 
 def read_times(text: str, card_class: str) -> Times:

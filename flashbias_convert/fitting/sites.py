@@ -17,7 +17,7 @@ from ..decompose.factor_networks import FactorNetworks
 from ..decompose.neural import Check, FitResult, fit
 from ..decompose.neural_options import FitOptions
 from ..decompose.neural_samples import Sample
-from ..decompose.pair_forms import forms, networks_in_words
+from ..decompose.pair_forms import STARTS, PairSite, forms, networks_in_words
 from ..errors import DecompositionError, NothingToConvertError, UsageError
 from ..inputs import Batch, as_inputs
 from ..inspection import (
@@ -29,7 +29,7 @@ from ..inspection import (
     together,
 )
 from ..plan import Plan, SitePlan, Status
-from ..recipe import Recipe, Registry
+from ..recipe import Description, Recipe, Registry
 from ..shares import each
 from ..swap import restored, unpatch_all
 from ..terms import ScoreBias
@@ -53,6 +53,7 @@ def fit_sites(
     options: FitOptions | None = None,
     calls: int = 64,
     tokens_per_step: int = 384,
+    from_tokens: int | None = None,
     device: torch.device | str | None = None,
     state: str | Path | None = None,
     include: Iterable[str] = (),
@@ -77,6 +78,11 @@ def fit_sites(
         options: how to fit, and what to ask of a fit.
         calls: samples (calls of the site, entry by entry of the batch) that are kept per site.
         tokens_per_step: of longer samples a random choice of so many tokens enters a step.
+        from_tokens: calls with so many tokens are served by the networks, and shorter ones by the
+            bias as it is, where a site can do both. None takes the length from which on networks
+            are faster, by measurements on Hopper (`decompose.pair_forms`): a site where they are at
+            no length is not fitted, and keeps its bias; one whose recipe does not say what its bias
+            is made of is served by networks at all lengths.
         device: where networks are trained; default where the model is.
         state: a folder that keeps the fits, so that an interrupted one goes on.
         include, exclude, recipes: see `inspect_model`.
@@ -86,14 +92,18 @@ def fit_sites(
         **planning: other keyword arguments of `inspect_model`, for the other sites.
 
     Returns:
-        A plan for `apply_plan`. A site whose fit misses what was asked is left alone, and says so.
+        A plan for `apply_plan`. A site whose fit misses what was asked is left alone, and says so;
+        so does one that is not fitted since networks would be slower, and that stays exact.
 
     Raises:
         UsageError: no inputs, a model in training mode, or options that make no sense.
         NothingToConvertError: no chosen site has a bias that depends on the input.
     """
     options = options or FitOptions()
-    for name, value in (("rank", rank), ("calls", calls), ("tokens_per_step", tokens_per_step)):
+    asked = {"rank": rank, "calls": calls, "tokens_per_step": tokens_per_step}
+    for name, value in {**asked, "from_tokens": from_tokens}.items():
+        if value is None and name == "from_tokens":
+            continue
         if type(value) is not int or value < 1:
             raise UsageError(f"{name} must be a positive integer, got {value!r}")
     if model.training:
@@ -117,7 +127,7 @@ def fit_sites(
         unpatch_all(model)
 
         def fitted_site(site: SitePlan) -> SitePlan:
-            fitter = _Fitter(model, site, registry, options, rank, tokens_per_step)
+            fitter = _Fitter(model, site, registry, options, rank, tokens_per_step, from_tokens)
             where = None if folder is None else folder / f"{site.name or 'model'}.fit"
             made = fitter.run(batches, calls, device, where, progress)
             return made if group is None else _on("cpu", made)
@@ -129,6 +139,10 @@ def fit_sites(
         sites = [fitted.get(site.name, site) for site in plan.sites]
         sites = together([_owner(model, site, registry) for site in sites], sites)
     return dataclasses.replace(plan, sites=sites)
+
+
+def _pair_site(description: Description) -> PairSite:
+    return PairSite(description.num_heads, description.head_dim, description.pairs)
 
 
 def _can_be_fitted(model: nn.Module, site: SitePlan, registry: Registry) -> bool:
@@ -204,6 +218,7 @@ class _Fitter:
     options: FitOptions
     rank: int
     tokens: int
+    from_tokens: int | None = None
 
     def run(
         self,
@@ -219,6 +234,10 @@ class _Fitter:
         if recipe is None or recipe.observe is None:
             reason = f"recipe {self.site.recipe} does not say what a fit needs"
             return _unfitted(self.site, reason, "unsupported")
+        description = self._described(recipe)
+        start = self._start(description)
+        if start is None:
+            return dataclasses.replace(self.site, reason=f"{self.site.reason}; {self._too_slow()}")
         attention = self.options.loss == "attention"
         found = collect(
             self.model, module, recipe.observe, batches, most=calls, attention=attention
@@ -243,10 +262,35 @@ class _Fitter:
             )
         except DecompositionError as error:
             return _unfitted(self.site, str(error), "failed")
-        return self._planned(result, found, apart, recipe)
+        result.networks.from_tokens = start
+        return self._planned(result, found, apart, description)
+
+    def _described(self, recipe: Recipe) -> Description:
+        with leave_no_trace(self.model):
+            return recipe.describe(find_site(self.model, self.site.name, recipe))
+
+    def _start(self, description: Description) -> int | None:
+        """How many tokens a call has at least that networks serve; None if they are not worth it.
+
+        Only what can serve its bias as it is has a choice, and only where costs are known.
+        """
+        if not description.builders:
+            return 1
+        if self.from_tokens is not None:
+            return self.from_tokens
+        if description.pairs is None:
+            return 1
+        least = _pair_site(description).networks_from(self.rank)
+        return 1 if least == STARTS[0] else least  # shorter calls were not measured
+
+    def _too_slow(self) -> str:
+        return (
+            f"not fitted: up to {STARTS[-1]} tokens networks of rank {self.rank} are slower than "
+            "the bias as it is (measured on Hopper); --from-tokens 1 fits them all the same"
+        )
 
     def _planned(
-        self, result: FitResult, found: Collected, apart: bool, recipe: Recipe
+        self, result: FitResult, found: Collected, apart: bool, description: Description
     ) -> SitePlan:
         size = max(sample.bias.shape[-1] for sample in found.samples)
         queries = max(sample.bias.shape[-2] for sample in found.samples)
@@ -255,28 +299,30 @@ class _Fitter:
         warnings = self.site.warnings
         if not apart:
             warnings += ("its fit was judged on the one input that it was trained on",)
-        too_dear = networks_in_words(queries, size, self.rank, self.site.head_dim)
-        if too_dear is not None and result.reached:
+        pair_site, start = _pair_site(description), result.networks.from_tokens
+        too_dear = networks_in_words(queries, size, self.rank, pair_site)
+        if result.reached and start > queries:
+            warnings += (f"calls with fewer than {start} tokens keep the bias as it is",)
+        elif result.reached and too_dear is not None:
             warnings += (too_dear,)
         site = dataclasses.replace(
             self.site,
             n=queries,
             m=size,
             warnings=warnings,
-            forms=forms(queries, size, self.site.head_dim) if self.site.forms else (),
+            forms=forms(queries, size, pair_site) if self.site.forms else (),
         )
         if not result.reached:
             return _unfitted(site, f"{NOT_REACHED}: {what}")
-        with leave_no_trace(self.model):
-            described = recipe.describe(find_site(self.model, self.site.name, recipe))
-        bias = ScoreBias(described.exact_terms, self.site.heads)
+        bias = ScoreBias(description.exact_terms, self.site.heads)
+        builders = description.builders if start > 1 else ()  # of the bias as it is
         modules = {FactorNetworks.kind: result.networks.cpu()}
         return dataclasses.replace(
             site,
             status="patched",
             reason=what,
             decisions=self._decisions(result),
-            spec=with_builders(bias.spec(), (), modules),  # instead of the bias as it is
+            spec=with_builders(bias.spec(), builders, modules),
             bias=bias,
             modules=modules,
         )

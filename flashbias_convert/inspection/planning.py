@@ -10,7 +10,7 @@ from torch import nn
 
 from ..builders import with_builders
 from ..decompose import Decomposition, decompose, expected_gain
-from ..decompose.pair_forms import PairForm, forms, forms_in_words
+from ..decompose.pair_forms import PairForm, PairSite, forms, forms_in_words
 from ..errors import FlashBiasError, NotFiniteError, UsageError
 from ..hooks import at_hand, children_read, is_dispatched, loads_all_below
 from ..options import DecomposeOptions
@@ -198,7 +198,11 @@ def _forms(description: Description) -> tuple[PairForm, ...]:
     """What else a bias could be that is served as it is, but need not."""
     if not description.depends_on_input:
         return ()
-    return forms(description.n, description.m, description.head_dim)
+    return forms(description.n, description.m, _pair_site(description))
+
+
+def _pair_site(description: Description) -> PairSite:
+    return PairSite(description.num_heads, description.head_dim, description.pairs)
 
 
 def _summary(result: Decomposition, description: Description) -> str:
@@ -213,7 +217,6 @@ def _summary(result: Decomposition, description: Description) -> str:
     parts += [f"{name} in each call" for name in description.builders]
     chosen = ", ".join(parts) or "no bias"
     if description.depends_on_input:  # it could have factors, too
-        heads = description.num_heads
-        words = forms_in_words(description.n, description.m, description.head_dim, heads)
+        words = forms_in_words(description.n, description.m, _pair_site(description))
         return f"{chosen}: {words}"
     return chosen

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from flashbias_convert import load_model
-from flashbias_convert.decompose.pair_forms import forms
+from flashbias_convert.decompose.pair_forms import PairSite, forms
+from flashbias_convert.decompose.pair_times import Pairs
 from tests.pairformer import RECIPES, PairModel, make_inputs, make_model
 
 from .conftest import Cli, Result
@@ -107,7 +108,7 @@ def folding(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fit_folding(cli: Cli, folder: Path, *more: object) -> Result:
-    quick = ("--rank", 1, "--hidden", 4, "--steps", 5)
+    quick = ("--rank", 1, "--hidden", 4, "--steps", 5, "--from-tokens", 1)
     return cli("fit", folder / "m", folder / "data.npz", *quick, *more)
 
 
@@ -120,10 +121,15 @@ def test_a_site_of_a_recipe_with_a_dense_bias_is_left_alone_too(
     assert "3 fits missed what was asked, nothing was written" in done.err
     told = done.json()
     assert told["exit_code"] == 4 and told["error"]["type"] == "FitError"
+    from tests.recipes.test_esmfold import PAIR
+
     for site in told["plan"]["sites"]:
         assert site["status"] == "left alone" and "did not reach" in site["reason"]
         assert site["spec"] is None and site["decisions"] == [] and site["gain"] is None
-        assert site["forms"] == [dict(form) for form in forms(12, 12, site["head_dim"])]
+        heads, triangle = site["heads"], "tri_att" in site["name"]
+        pairs = Pairs(PAIR, "linear", None) if triangle else Pairs(heads, "laying out")
+        pair_site = PairSite(heads, site["head_dim"], pairs)
+        assert site["forms"] == [dict(form) for form in forms(12, 12, pair_site)]
     shown = fit_folding(cli, folding, "--energy", 0.999999, "-o", out)
     assert "converted" not in shown.out and "left alone" in shown.out
 

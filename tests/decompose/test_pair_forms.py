@@ -1,16 +1,26 @@
-"""Up to which rank factors of a bias made in each call pay, by measured costs."""
+"""Which form of a bias made in each call is fastest at which length, by measured costs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from flashbias_convert.decompose import costs, pair_forms
+from flashbias_convert.decompose import costs, pair_forms, pair_times
 from flashbias_convert.decompose.pair_forms import (
+    STARTS,
+    PairSite,
     affordable_rank,
     forms,
     forms_in_words,
     networks_in_words,
 )
+from flashbias_convert.decompose.pair_times import Pairs
+
+TRIANGLE = PairSite(4, 32, Pairs(128, "linear", rows=None))
+PAIR_BIAS = PairSite(16, 24, Pairs(128, "norm and linear"))
+UNKNOWN = PairSite(4, 32)
+SITES = {"triangle": TRIANGLE, "pair bias": PAIR_BIAS, "unknown": UNKNOWN}
 
 
 @pytest.mark.parametrize("head_dim", [None, 16, 32, 64, 128, 256])
@@ -24,43 +34,105 @@ def test_the_affordable_rank_is_the_last_that_pays(n: int, head_dim: int | None)
     assert costs.added_cost("low_rank", n, n, rank + 1, head_dim) >= dense or rank >= n
 
 
+@pytest.mark.parametrize("site", SITES.values(), ids=SITES)
 @pytest.mark.parametrize("n", [24, 384, 2048])
-def test_forms_say_what_they_cost_up_to_the_rank_that_pays(n: int) -> None:
-    dense, once, fitted = forms(n, n, 32)
-    exact = costs.added_cost("dense", n, n, head_dim=32)
-    assert dense == {"form": "dense", "max_rank": None, "ps_per_score": exact}
+def test_forms_say_what_they_cost_up_to_the_rank_that_pays(n: int, site: PairSite) -> None:
+    dense, once, fitted = forms(n, n, site)
+    exact = costs.added_cost("dense", n, n, head_dim=site.head_dim)
+    assert (dense["form"], dense["max_rank"], dense["ps_per_score"]) == ("dense", None, exact)
     assert (once["form"], fitted["form"]) == ("factors_once", "factor_network")
     rank = once["max_rank"]
-    assert rank == affordable_rank(n, n, 32)
-    assert once["ps_per_score"] == costs.added_cost("low_rank", n, n, rank or 16, 32)
+    assert rank == affordable_rank(n, n, site.head_dim)
+    assert once["ps_per_score"] == costs.added_cost("low_rank", n, n, rank or 16, site.head_dim)
     assert (once["ps_per_score"] < exact) == (rank != 0)
-    assert {**fitted, "form": "factors_once"} == once
+    columns = fitted["max_rank"] or 16
+    assert fitted["ps_per_score"] == costs.added_cost("low_rank", n, n, columns, site.head_dim)
+    times = [form["ms_per_call"] for form in (dense, once, fitted)]
+    if site.pairs is None:
+        assert times == [None, None, None] and fitted["max_rank"] == rank
+        return
+    assert times[0] is not None and times[1] is not None and times[2] is not None
+    assert (times[2] < times[0]) == bool(fitted["max_rank"])
+    scores = 1e-9 * site.pairs.rows_of(n) * site.heads * n * n
+    made = pair_times.dense_ms(site.pairs, site.heads, n)
+    assert times[0] == pytest.approx(made + scores * exact)
+    assert times[1] == pytest.approx(scores * once["ps_per_score"])
+    made = pair_times.networks_ms(site.pairs, site.heads, columns, n)
+    assert times[2] == pytest.approx(made + scores * fitted["ps_per_score"])
 
 
 def test_ranks_that_were_not_measured_count_as_too_dear() -> None:
     for rank in (costs.BUCKETS[-1] + 1, 1000):
         assert costs.added_cost("low_rank", 384, 384, rank, 32) == float("inf")
+        assert PAIR_BIAS.networks_from(rank) is None
 
 
-def test_words_follow_the_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    prices = {"dense": 2.0}
+@pytest.mark.parametrize("site", SITES.values(), ids=SITES)
+@pytest.mark.parametrize("rank", [16, 96])
+def test_networks_begin_where_they_are_faster_ever_after(site: PairSite, rank: int) -> None:
+    least = site.networks_from(rank)
+    pay = [site.networks_pay(n, n, rank) for n in STARTS]
+    at = len(STARTS) if least is None else STARTS.index(least)
+    assert all(pay[at:]) and not (at and pay[at - 1])
+
+
+def test_the_norm_of_pairs_is_what_networks_save() -> None:
+    """A triangle's pairs are normed anyway, and so are those whose norm networks read."""
+    assert PAIR_BIAS.networks_from(96) is not None
+    only_projected = PairSite(16, 24, Pairs(128, "linear"))
+    assert only_projected.networks_from(96) is None
+    handed_over = PairSite(16, 24, Pairs(16, "laying out"))
+    assert handed_over.networks_from(96) is None
+
+
+Cost = Callable[..., float]
+
+
+@pytest.fixture
+def prices(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """The dense bias costs twice as much from 701 tokens on."""
+    found = {"dense": 2.0}
 
     def cost(kind: str, n: int, m: int, rank: int = 0, head_dim: int | None = None) -> float:
-        return prices["dense"] * (2 if n > 700 else 1) if kind == "dense" else rank / 16
+        return found["dense"] * (2 if n > 700 else 1) if kind == "dense" else rank / 16
 
     monkeypatch.setattr(costs, "added_cost", cost)
     monkeypatch.setattr(pair_forms, "LENGTHS", (512, 1024))
-    assert forms_in_words(100, 100) == (
+    monkeypatch.setattr(pair_forms, "USUAL_RANK", 40)
+    monkeypatch.setattr(pair_forms, "calls_to_pay", lambda *_: None)
+    return found
+
+
+def test_words_of_the_kernel_alone(prices: dict[str, float]) -> None:
+    site = PairSite(2)
+    assert forms_in_words(100, 100, site) == (
         "exact, 2 ps per score at 100 tokens; factors cost less up to rank 16 (16 at 512, 32 at "
-        "1024): once per structure (factors_once), or fitted (fit)"
+        "1024): once per structure (factors_once); in the kernel alone, fitted networks of rank 40 "
+        "(fit) are faster from 768 tokens on"
     )
-    assert networks_in_words(100, 100, 16) is None
-    assert networks_in_words(100, 100, 40) == (
+    assert networks_in_words(100, 100, 16, site) is None
+    assert networks_in_words(100, 100, 40, site) == (
         "its factors of rank 40 (padded 64) add 2.5 ps per score at 100 tokens, the bias as it is "
-        "2; factors cost less up to rank 16 (in attention alone: networks take time, too, and save "
-        "the projection of the pairs)"
+        "2 (the kernel alone: its recipe does not say what it is made of)"
     )
     prices["dense"] = 0.1
-    assert forms_in_words(100, 90) == (
-        "exact, 0.1 ps per score at 100 tokens; factors cost less at no rank, at no length"
+    assert forms_in_words(100, 90, site) == (
+        "exact, 0.1 ps per score at 100 tokens; factors cost less at no rank, at no length; in the "
+        "kernel alone, fitted networks of rank 40 are slower up to 4096 tokens"
+    )
+
+
+def test_words_of_all_that_a_call_does(
+    prices: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair_times, "dense_ms", lambda pairs, heads, n: 1e-3 * n)
+    monkeypatch.setattr(pair_times, "networks_ms", lambda pairs, heads, rank, n: 0.2)
+    site = PairSite(2, 32, Pairs(8, "linear"))
+    assert forms_in_words(100, 100, site).endswith(
+        "; fitted networks of rank 40 (fit) are faster at any length"
+    )
+    assert networks_in_words(300, 300, 40, site) is None
+    assert networks_in_words(100, 100, 40, site) == (
+        "networks of rank 40 take 0.2 ms of a call at 100 tokens, with what their factors cost the "
+        "kernel, and the bias as it is 0.1 (measured on Hopper)"
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashbias_convert.decompose import factor_times, pair_forms, randomised, serving
 from flashbias_convert.decompose.factor_times import factors_ms, read_times
-from flashbias_convert.decompose.pair_forms import forms_in_words
+from flashbias_convert.decompose.pair_forms import PairSite, forms_in_words
 from flashbias_convert.decompose.randomised import decompose_quickly
 from flashbias_convert.decompose.serving import Serving, Site, calls_to_pay
 
@@ -143,10 +143,9 @@ def test_plans_say_from_when_on_an_svd_pays(
     told = (
         "(factors_once: at 48 tokens its SVD pays from about 12,000 calls x batch on, at rank 16)"
     )
-    assert told in forms_in_words(N, N, heads=2)
-    assert "(factors_once), or" in forms_in_words(N, N)
+    assert told in forms_in_words(N, N, PairSite(2))
     monkeypatch.setattr(serving, "is_measured", lambda card: False)
-    assert forms_in_words(N, N, heads=2) == forms_in_words(N, N)
+    assert "once per structure (factors_once);" in forms_in_words(N, N, PairSite(2))
 
 
 # -- times ---------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from flashbias_convert import apply_plan, fit_sites, load_model, patch_model, save_model
 from flashbias_convert.decompose.neural import Check
 from flashbias_convert.decompose.neural_options import FitOptions
+from flashbias_convert.decompose.pair_forms import PairSite
 from flashbias_convert.errors import NothingToConvertError, UsageError
 from flashbias_convert.fitting import sites
 from flashbias_convert.fitting.collect import Collected, collect, cropped
@@ -274,15 +275,15 @@ def test_features_and_biases_must_have_the_same_batch() -> None:
 
 
 def test_networks_that_cost_more_than_the_bias_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, ...]] = []
+    asked: list[tuple[object, ...]] = []
 
-    def judged(n: int, m: int, rank: int, head_dim: int) -> str | None:
-        asked.append((n, m, rank, head_dim))
+    def judged(n: int, m: int, rank: int, site: PairSite) -> str | None:
+        asked.append((n, m, rank, site))
         return "too dear" if rank > 4 else None
 
     monkeypatch.setattr(sites, "networks_in_words", judged)
     for rank in (4, 5):
         _, plan = fit(dataclasses.replace(EASY, steps=20, energy=None), rank=rank)
         (site,) = plan.patched
-        assert asked[-1] == (site.n, site.m, rank, site.head_dim) and site.n > 0
+        assert asked[-1] == (site.n, site.m, rank, PairSite(HEADS, site.head_dim)) and site.n > 0
         assert ("too dear" in site.warnings) == (rank == 5)

@@ -22,7 +22,8 @@ from flashbias_convert import (
     patch_model,
 )
 from flashbias_convert.decompose.neural_options import FitOptions
-from flashbias_convert.decompose.pair_forms import forms, forms_in_words
+from flashbias_convert.decompose.pair_forms import PairSite, forms, forms_in_words
+from flashbias_convert.decompose.pair_times import Pairs
 from flashbias_convert.modules import ScoreBiasModule
 from flashbias_convert.plan import SitePlan
 from tests.recipes import model_parity as parity
@@ -102,10 +103,14 @@ def test_the_plan_says_which_form_and_why() -> None:
     """For the length that is asked for: up to which rank factors would cost less."""
     for tokens in (384, 2048):
         for site in inspect_model(block(), tokens=tokens).sites:
-            words = forms_in_words(tokens, tokens, site.head_dim, site.heads)
+            pairs = Pairs(PAIR, "linear", None)
+            if site.name == "seq_attention":
+                pairs = Pairs(site.heads, "laying out")
+            pair_site = PairSite(site.heads, site.head_dim, pairs)
+            words = forms_in_words(tokens, tokens, pair_site)
             assert site.reason == f"dense in each call: {words}"
             assert f"at {tokens} tokens; factors cost less" in words
-            assert site.forms == forms(tokens, tokens, site.head_dim)
+            assert site.forms == forms(tokens, tokens, pair_site)
             data = json.loads(json.dumps(site.to_json()))
             assert [form["form"] for form in data["forms"]] == [
                 "dense", "factors_once", "factor_network",
@@ -193,7 +198,7 @@ def test_sites_can_have_networks_instead() -> None:
     s, z = states(original)
     inputs = [{"sequence_state": s, "pairwise_state": z, "mask": padding()}] * 2
     anything = FitOptions(hidden=8, steps=10, check_every=5, energy=None, max_attention_error=1.0)
-    plan = fit_sites(original, inputs, rank=3, options=anything)
+    plan = fit_sites(original, inputs, rank=3, options=anything, from_tokens=1)
     assert [site.status for site in plan.sites] == ["patched"] * 3
     apply_plan(original, plan, backend="sdpa")
     for name in ("seq_attention", "tri_att_start", "tri_att_end"):
@@ -212,7 +217,7 @@ def test_a_site_that_is_left_out_is_not_fitted() -> None:
     s, z = states(original)
     options = FitOptions(hidden=8, steps=5, check_every=5, energy=None, max_attention_error=None)
     plan = fit_sites(original, {"sequence_state": s, "pairwise_state": z}, rank=3, options=options,
-                     include=["tri_att_end"])  # fmt: skip
+                     include=["tri_att_end"], from_tokens=1)  # fmt: skip
     status = {site.name: (site.status, site.reason) for site in plan.sites}
     assert status["seq_attention"] == ("left alone", "not among the included sites")
     assert "factor networks of rank 3" in status["tri_att_end"][1]

@@ -25,6 +25,8 @@ from flashbias_convert import (
 from flashbias_convert.builders import module_entries
 from flashbias_convert.decompose.factor_networks import FactorNetworks
 from flashbias_convert.decompose.neural_options import FitOptions
+from flashbias_convert.decompose.pair_forms import PairSite, forms
+from flashbias_convert.decompose.pair_times import Pairs
 from flashbias_convert.modules import ScoreBiasModule
 from flashbias_convert.recipe import Registry
 from tests.recipes import model_parity as parity
@@ -401,11 +403,14 @@ def in_trunk(package: str) -> tuple[Alone, dict[str, Tensor]]:
 def test_in_a_trunk_networks_see_the_tokens_too(package: str) -> None:
     model, inputs = in_trunk(package)
     anything = FitOptions(hidden=8, steps=5, check_every=5, energy=None, max_attention_error=None)
-    plan = fit_sites(model, inputs, rank=2, options=anything)
+    plan = fit_sites(model, inputs, rank=2, options=anything, from_tokens=1)
     (site,) = plan.patched
     assert site.modules is not None
     networks: Any = site.modules[FactorNetworks.kind]
     assert networks.q_features == networks.k_features == 2 * PAIR + SINGLE
+    # networks of Boltz read the pairs as they are, those of the others behind their norm
+    pairs = Pairs(PAIR, "norm and linear" if "boltz" in package else "linear")
+    assert site.forms == forms(N, N, PairSite(HEADS, site.head_dim, pairs))
     older = FactorNetworks(2 * PAIR, 2 * PAIR, HEADS, 2, hidden=8)  # of a file from before
     older.initialise(torch.Generator().manual_seed(0))
     for own in (networks, older):

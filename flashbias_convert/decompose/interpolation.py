@@ -1,0 +1,24 @@
+"""Values between those of a few measured points."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+
+def between(points: Sequence[tuple[int, float]], at: float, power: int = 1) -> float:
+    """A value between those of ascending points, linearly.
+
+    Args:
+        points: pairs of place and value, at least one.
+        at: the place that is asked for. Before the first it is the first's value, which for times
+            is too much rather than too little; beyond the last it grows in proportion.
+        power: of the growth beyond the last.
+    """
+    (first, least), (last, most) = points[0], points[-1]
+    if at <= first:
+        return least
+    if at >= last:
+        return most * (at / last) ** power
+    (x0, low), (x1, high) = next(pair for pair in itertools.pairwise(points) if at <= pair[1][0])
+    return low + (at - x0) / (x1 - x0) * (high - low)
