@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .decompose.pair_times import Pairs
 from .pair_attention import PairAttention, PairCall, described, gate_of
 from .pair_features import pair_features
+from .pair_projection import projected_pairs
 from .recipe import Description, Observed, Site
 
 
@@ -75,7 +76,8 @@ def triangle_call(
     pairs = x.transpose(-2, -3) if turned else x
     call = PairCall(
         q, k, v, source,
-        bias=lambda: projection(module)(pairs).movedim(-1, -3).unsqueeze(-4),  # (*, 1, H, J, K)
+        # (*, 1, H, J, K)
+        bias=lambda: projected_pairs(module, pairs, projection(module)).unsqueeze(-4),
         features=lambda: pair_features(pairs, mask=tokens).unsqueeze(-3),
         key_mask=seen,
         tokens=None if tokens is None else tokens.unsqueeze(-2),

@@ -16,6 +16,7 @@ from flashbias_convert.causal_owner import bound_arguments
 from flashbias_convert.decompose.pair_times import Pairs
 from flashbias_convert.pair_attention import PairAttention, PairCall, described
 from flashbias_convert.pair_features import pair_features
+from flashbias_convert.pair_projection import projected_pairs
 from flashbias_convert.recipe import Description, Observed, Recipe, Site
 
 
@@ -61,7 +62,7 @@ def pair_bias_call(module: Any, arguments: Mapping[str, Any]) -> tuple[Tensor, P
     cache = arguments.get("model_cache")
 
     def bias() -> Tensor:
-        made = module.proj_z(z) if cache is None or "z" not in cache else cache["z"]
+        made = _projected(module, z) if cache is None or "z" not in cache else cache["z"]
         if cache is not None:
             cache["z"] = made
         return made.unsqueeze(1)  # (B, 1, H, N, M)
@@ -77,6 +78,15 @@ def pair_bias_call(module: Any, arguments: Mapping[str, Any]) -> tuple[Tensor, P
         scale=module.head_dim**-0.5,
     )  # fmt: skip
     return s, call
+
+
+def _projected(module: Any, z: Tensor) -> Tensor:
+    """(B, H, N, M); what is not a norm, a linear layer and heads in front is asked itself."""
+    layers = list(module.proj_z) if type(module.proj_z) is nn.Sequential else []
+    if len(layers) != 3 or type(layers[0]) is not nn.LayerNorm or module.proj_z._forward_hooks:
+        made: Tensor = module.proj_z(z)
+        return made
+    return projected_pairs(module, z, layers[1], layers[0])
 
 
 def _in_trunk(module: Any) -> bool:

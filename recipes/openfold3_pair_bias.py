@@ -15,6 +15,7 @@ from flashbias_convert.causal_owner import bound_arguments
 from flashbias_convert.decompose.pair_times import Pairs
 from flashbias_convert.pair_attention import PairAttention, PairCall, described, gate_of
 from flashbias_convert.pair_features import pair_features
+from flashbias_convert.pair_projection import projected_pairs
 from flashbias_convert.recipe import Description, Observed, Recipe, Site, UnsupportedSite
 
 
@@ -66,14 +67,11 @@ def pair_bias_call(module: Any, arguments: Mapping[str, Any]) -> tuple[Tensor, P
     for at, size in enumerate(z.shape[:-3]):  # which tokens count is the same for all samples
         tokens = tokens if tokens is None or size > 1 else tokens.narrow(at, 0, 1)
 
-    def pairs() -> Tensor:
-        made: Tensor = module.layer_norm_z(z) if hasattr(module, "layer_norm_z") else z
-        return made
-
+    norm = getattr(module, "layer_norm_z", None)
     return normed, PairCall(
         q, k, v, z,
-        bias=lambda: module.linear_z(pairs()).movedim(-1, -3),
-        features=lambda: pair_features(pairs(), mask=tokens),
+        bias=lambda: projected_pairs(module, z, module.linear_z, norm),
+        features=lambda: pair_features(z if norm is None else norm(z), mask=tokens),
         single=normed if s is None and z.shape[:-3] == a.shape[:-2] else None,
         key_mask=seen,
         tokens=tokens,

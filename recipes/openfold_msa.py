@@ -13,6 +13,7 @@ from flashbias_convert.about import About
 from flashbias_convert.decompose.pair_times import Pairs
 from flashbias_convert.pair_attention import PairAttention, PairCall, described, gate_of
 from flashbias_convert.pair_features import pair_features
+from flashbias_convert.pair_projection import projected_pairs
 from flashbias_convert.recipe import Description, NoBias, Observed, Recipe, Site
 
 #: of an alignment, as AlphaFold 2 clusters it; a model does not say
@@ -66,14 +67,12 @@ def row_call(module: Any, m: Tensor, z: Tensor, mask: Tensor | None) -> tuple[Te
     seen = None if mask is None else mask == 1
     tokens = None if seen is None else seen.any(-2)  # some sequence has a residue there
 
-    def pairs() -> Tensor:
-        made: Tensor = module.layer_norm_z(z)
-        return made
-
     return normed, PairCall(
         q, k, v, z,
-        bias=lambda: module.linear_z(pairs()).movedim(-1, -3).unsqueeze(-4),  # (*, 1, H, N, N)
-        features=lambda: pair_features(pairs(), mask=tokens).unsqueeze(-3),
+        bias=lambda: projected_pairs(  # (*, 1, H, N, N)
+            module, z, module.linear_z, module.layer_norm_z
+        ).unsqueeze(-4),
+        features=lambda: pair_features(module.layer_norm_z(z), mask=tokens).unsqueeze(-3),
         key_mask=seen,
         tokens=None if tokens is None else tokens.unsqueeze(-2),
     )  # fmt: skip

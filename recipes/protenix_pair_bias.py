@@ -14,6 +14,7 @@ from flashbias_convert.about import About
 from flashbias_convert.decompose.pair_times import Pairs
 from flashbias_convert.pair_attention import PairAttention, PairCall, described, gate_of
 from flashbias_convert.pair_features import pair_features
+from flashbias_convert.pair_projection import projected_pairs
 from flashbias_convert.recipe import Description, Observed, Recipe, Site, UnsupportedSite
 
 
@@ -72,8 +73,7 @@ def pair_bias_call(
         if fused:
             weight = module.linear_nobias_z.weight * module.layernorm_z.weight
             return F.conv2d(z, weight[:, :, None, None])
-        projected: Tensor = module.linear_nobias_z(module.layernorm_z(z))
-        return projected.movedim(-1, -3)
+        return projected_pairs(module, z, module.linear_nobias_z, module.layernorm_z)
 
     def features() -> Tensor:
         return pair_features(z.movedim(-3, -1) if fused else module.layernorm_z(z))

@@ -20,6 +20,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import triton
@@ -33,10 +34,13 @@ from flashbias_convert.cost_tables import CLASSES
 from flashbias_convert.decompose.factor_networks import FactorNetworks
 from flashbias_convert.decompose.pair_times import FIELDS, KEY, NETWORKS, Place
 from flashbias_convert.pair_features import pair_features
+from flashbias_convert.pair_projection import projected_pairs
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "flashbias_convert/decompose/pair_times.csv"
 HEAD_DIM = 32
+#: what `projected_pairs` asks a site for
+SITE = SimpleNamespace(score_bias=SimpleNamespace(backend="auto"))
 #: a term that is made in the call
 Make = Callable[[], ScoreBias]
 #: what is measured, and at which length
@@ -69,12 +73,10 @@ def maker(place: Place, n: int, device: str) -> Make:
     if what == "laying out":
         ready = pairs(heads, n, device)
         return lambda: ScoreBias((Dense(bias=ready.movedim(-1, 1)),), heads)
-    layers: list[nn.Module] = [nn.Linear(channels, heads, bias=False)]
-    if what == "norm and linear":
-        layers.insert(0, nn.LayerNorm(channels))
-    project = nn.Sequential(*layers).to(device, torch.bfloat16).requires_grad_(False)
+    linear = nn.Linear(channels, heads, bias=False).to(device, torch.bfloat16)
+    norm = nn.LayerNorm(channels).to(device, torch.bfloat16) if what == "norm and linear" else None
     z = pairs(channels, n, device)
-    return lambda: ScoreBias((Dense(bias=project(z).movedim(-1, 1)),), heads)
+    return lambda: ScoreBias((Dense(bias=projected_pairs(SITE, z, linear, norm)),), heads)
 
 
 def calls(place: Place, n: int, device: str) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:

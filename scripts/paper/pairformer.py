@@ -14,7 +14,8 @@ step of five samples of one structure, 16 heads of 48, whose bias stays for 200 
 Ways: `library` makes the scores as OpenFold's classes do, in chunks of rows; `boltz` is Boltz's own
 class with the same weights, as its users run it, and `boltz, its kernels` the same with those of
 cuEquivariance (where they can be imported); SDPA, FlexAttention and cuEquivariance get the dense
-bias; `ours, dense` is exact, gate fused; `ours, factors kept` has factors once per structure and
+bias; `ours, dense` is exact, gate fused, its bias projected by a
+kernel as in converted sites; `ours, factors kept` has factors once per structure and
 projects no bias; `ours, SVD in each call` makes them anew; `ours, networks` has factor networks,
 fitted in closed form (random hidden layers, least squares and an SVD for the last) to four other
 structures of random chains.

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from pairformer_ways import Call, Way
+from pairformer_ways import SITE, Call, Way
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flashbias_convert.pair_features import pair_features
+from flashbias_convert.pair_projection import projected_pairs
 
 #: sites where a pair bias is added; the last attends between tokens
 SITES = ("starting", "ending", "attention")
@@ -68,7 +69,10 @@ class TriangleAttention(nn.Module):
         x = self.norm(self._turned(z))
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         gate = self.gate(x).unflatten(-1, (self.heads, -1)).transpose(-2, -3)
-        return Call(q, k, v, lambda: self._bias(x), gate, lambda: features(z))
+        return Call(
+            q, k, v, lambda: self._bias(x), gate, lambda: features(z),
+            lambda: projected_pairs(SITE, x, self.pair_bias),
+        )  # fmt: skip
 
     def forward(self, z: Tensor, way: Way) -> Tensor:
         out = self.out(way(self.call(z)).transpose(-2, -3).flatten(-2))
@@ -98,8 +102,12 @@ class AttentionPairBias(nn.Module):
             part.unflatten(-1, (self.heads, -1)).transpose(-2, -3)
             for part in (self.query(x), *self.kv(x).chunk(2, -1), self.gate(x))
         )
-        make = (lambda: self.bias(z)) if bias is None else (lambda: bias)
-        return Call(q, k, v, make, gate, lambda: features(z))
+        if bias is not None:
+            return Call(q, k, v, lambda: bias, gate, lambda: features(z))
+        return Call(
+            q, k, v, lambda: self.bias(z), gate, lambda: features(z),
+            lambda: projected_pairs(SITE, z, self.pair_bias, self.norm_z),
+        )  # fmt: skip
 
     def forward(self, s: Tensor, z: Tensor, way: Way, bias: Tensor | None = None) -> Tensor:
         return self.out(way(self.call(s, z, bias)).transpose(-2, -3).flatten(-2))

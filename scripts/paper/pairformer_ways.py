@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from flashbias_convert.decompose.last_layers import solved
 from flashbias_convert.decompose.neural_samples import Sample, mean_loss, squared_size
 from flashbias_convert.decompose.randomised import quick_factors
 
+#: what `projected_pairs` asks a site for
+SITE = SimpleNamespace(score_bias=SimpleNamespace(backend="auto"))
 #: width of the hidden layers of factor networks
 HIDDEN = 256
 
@@ -31,6 +34,7 @@ class Call:
         bias: makes the dense bias (H, N, N), in the dtype of q; ways without it do not ask.
         gate: (rows, H, N, D), before its sigmoid; None where nothing is gated.
         features: makes what factor networks see of the tokens, (N, C).
+        projected: makes the bias as a converted site does; where it is None, as the others do.
     """
 
     q: Tensor
@@ -39,6 +43,11 @@ class Call:
     bias: Callable[[], Tensor]
     gate: Tensor | None = None
     features: Callable[[], Tensor] | None = None
+    projected: Callable[[], Tensor] | None = None
+
+    def of_a_site(self) -> Tensor:
+        """The bias as a converted site makes it."""
+        return (self.projected or self.bias)()
 
     def gated(self, out: Tensor) -> Tensor:
         """An output times the sigmoid of its gate."""
@@ -114,7 +123,7 @@ def without_bias(call: Call) -> Tensor:
 
 def dense(call: Call) -> Tensor:
     """Ours, exact; the gate is in the kernel."""
-    bias = call.bias()
+    bias = call.of_a_site()
     return _ours(call, ScoreBias((Dense(bias=bias),), len(bias)))
 
 
@@ -122,7 +131,7 @@ def factors(rank: int) -> Way:
     """Ours, with factors from a randomised SVD in each call; no gradient reaches the bias."""
 
     def attend(call: Call) -> Tensor:
-        bias = call.bias()
+        bias = call.of_a_site()
         return _ours(call, ScoreBias((quick_factors(bias, rank),), len(bias)))
 
     return attend

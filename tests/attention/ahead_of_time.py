@@ -30,6 +30,7 @@ from flashbias_convert.attention import (
     factor_launch,
     launch,
     normalize,
+    projection,
     triton_atomic,
     triton_backward,
     triton_columns,
@@ -38,6 +39,7 @@ from flashbias_convert.attention import (
     triton_keys,
     triton_normalize,
     triton_pairs,
+    triton_projection,
     triton_shared,
 )
 from flashbias_convert.attention.arguments import check_arguments
@@ -210,6 +212,19 @@ def compile_normalize_rows(x: Tensor) -> Compiled:
     return only
 
 
+def compile_projection(
+    z: Tensor, weight: Tensor, norms: bool, dtype: torch.dtype | None = None
+) -> Compiled:
+    """Compile what `project_pairs` would launch, with all that a norm and a layer can have."""
+    channels = torch.zeros(z.shape[-1], dtype=weight.dtype)
+    with _recording() as compiled:
+        projection.project_pairs(
+            z, channels, channels, weight, weight[:, 0], norms=norms, dtype=dtype
+        )
+    (only,) = compiled
+    return only
+
+
 def compile_factors(
     phi_q: Tensor,
     phi_k: Tensor,
@@ -241,7 +256,7 @@ def _recording(with_forward: bool = True, card: Card = HOPPER) -> Iterator[list[
         copies = mock.patch.object(descriptors, "_copies_tiles", lambda _: card.capability >= 90)
         stack.enter_context(copies)
         stack.enter_context(mock.patch.object(backward_launch, "_SMALLER", {}))
-        for module in (launch, normalize, factor_launch):
+        for module in (launch, normalize, projection, factor_launch):
             stack.enter_context(mock.patch.object(module, "_PLANS", {}))
         forward = _Recorder(attention, compiled if with_forward else None, card)
         stack.enter_context(mock.patch.object(launch, "_kernel", lambda: forward))
@@ -256,6 +271,7 @@ def _recording(with_forward: bool = True, card: Card = HOPPER) -> Iterator[list[
 #: Kernels besides the forward one, which a plan keeps.
 KERNELS = (
     (triton_normalize, "normalize_rows_kernel"),
+    (triton_projection, "project_pairs_kernel"),
     (triton_combine, "combine_parts_kernel"),
     (triton_columns, "factor_columns_kernel"),
     (triton_columns, "factor_gradients_kernel"),

@@ -35,6 +35,7 @@ from .ahead_of_time import (  # noqa: E402
     compile_attention,
     compile_factors,
     compile_normalize_rows,
+    compile_projection,
 )
 
 CPU = torch.device("cpu")
@@ -196,6 +197,30 @@ def test_normalising_rows_compiles(dtype: torch.dtype, d: int) -> None:
     compiled = compile_normalize_rows(torch.zeros(2, 3, 49, d, dtype=dtype))
     assert compiled.name == "normalize_rows_kernel"
     assert compiled.shared < HOPPER_SHARED_BYTES
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16, FP32])
+@pytest.mark.parametrize(
+    ("channels", "heads", "norms"),
+    [(128, 16, True), (128, 4, False), (30, 3, True), (256, 64, True)],
+)
+def test_projecting_pairs_compiles(
+    channels: int, heads: int, norms: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    z, weight = torch.zeros(1, 40, 70, channels, dtype=dtype), torch.zeros(heads, channels)
+    compiled = compile_projection(z, weight.to(dtype), norms)
+    assert compiled.name == "project_pairs_kernel"
+    assert compiled.shared < HOPPER_SHARED_BYTES and "tf32" not in compiled.ptx
+    if NVDISASM.exists():
+        assert compiled.unwritten_registers(tmp_path) == []
+
+
+def test_projecting_pairs_reads_whole_vectors() -> None:
+    """And writes them: it takes as long as the card's memory does."""
+    z = torch.zeros(1, 40, 256, 128, dtype=BF16)
+    for wide in (z, z.float()):  # as it is, and under autocast
+        ptx = compile_projection(wide, torch.zeros(16, 128, dtype=wide.dtype), True, BF16).ptx
+        assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
 
 
 #: Kernels of common models whose inner loop must keep its numbers in registers. Those that add

@@ -19,9 +19,11 @@ from flashbias_convert import (
     factors_once,
     fit_sites,
     inspect_model,
+    pair_projection,
     patch_model,
     unpatch_model,
 )
+from flashbias_convert.attention.projection import project_pairs_formula
 from flashbias_convert.builders import module_entries
 from flashbias_convert.decompose.factor_networks import FactorNetworks
 from flashbias_convert.decompose.neural_options import FitOptions
@@ -423,6 +425,33 @@ def test_in_a_trunk_networks_see_the_tokens_too(package: str) -> None:
             moved = {**inputs, "z": inputs["z"].flip(1)}
             assert out.isfinite().all() and not torch.equal(out, model(**moved))
         unpatch_model(model)
+
+
+@pytest.mark.parametrize("package", ["boltz1", "boltz2", "protenix", "openfold3"])
+def test_pairs_are_projected_by_the_kernel(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norm and linear layer in one, by its formula here; layers with a hook are asked."""
+    model, inputs = in_trunk(package)
+    seen: list[Tensor] = []
+
+    def kernel(z: Tensor, *tensors: Any, eps: float, norms: bool, dtype: torch.dtype) -> Tensor:
+        assert norms
+        seen.append(project_pairs_formula(z, *tensors, eps, norms, dtype))
+        return seen[-1]
+
+    with torch.no_grad():
+        plain = model(**inputs)
+        patch_model(model)
+        exact = model(**inputs)
+        monkeypatch.setattr(pair_projection, "project_pairs", kernel)
+        monkeypatch.setattr(pair_projection, "device_problem", lambda device: None)
+        out = model(**inputs)
+        assert len(seen) == 1
+        for found in (exact, out):
+            assert (found - plain).abs().max() < 1e-5 * plain.abs().max()
+        for layer in model.modules():
+            if isinstance(layer, nn.LayerNorm) or type(layer).__name__.endswith("LayerNorm"):
+                layer.register_forward_hook(lambda *_: None)
+        assert torch.equal(model(**inputs), exact) and len(seen) == 1
 
 
 @pytest.mark.parametrize("package", ["boltz1", "boltz2", "protenix", "openfold3"])
