@@ -55,7 +55,12 @@ class PairCall:
 
         Args:
             width: of the networks that are fed. Older files have networks of C features alone.
+
+        Raises:
+            ValueError: queries and keys are not the same tokens.
         """
+        if self.q.shape[-2] != self.k.shape[-2]:
+            raise ValueError("its queries and keys are not the same tokens, as networks see them")
         x = self.features()
         if self.single is None or x.shape[-1] == width:
             return x
@@ -86,6 +91,11 @@ class PairAttention(PatchedAttention):
         found: Any = self.score_bias.builder_modules().get(FactorNetworks.kind)
         return None if found is None else found
 
+    def _by_networks(self, call: PairCall, networks: FactorNetworks) -> bool:
+        """Whether they serve a call, and not the bias as it is, if that can be had."""
+        tokens, keys = call.q.shape[-2], call.k.shape[-2]
+        return not self.score_bias.builders or (tokens >= networks.from_tokens and tokens == keys)
+
     def attend(self, call: PairCall, gate: Tensor | None = None) -> Tensor:
         """Attention with the bias of this call, shape (*batch, H, N, Dv).
 
@@ -95,7 +105,7 @@ class PairAttention(PatchedAttention):
         """
         kwargs: dict[str, Any] = {"scale": call.scale, "key_mask": call.key_mask, "gate": gate}
         networks = self._networks()
-        if networks is not None and call.q.shape[-2] >= networks.from_tokens:
+        if networks is not None and self._by_networks(call, networks):
             x = call.token_features(networks.q_features)
             built = {FactorNetworks.kind: {"x_q": x, "x_k": x}}
             return self.score_bias(call.q, call.k, call.v, built=built, **kwargs)

@@ -106,8 +106,8 @@ def describe(site: Site) -> Description:
     """A dense term, made in each call, or handed over by the diffusion of Boltz-2."""
     module: Any = site.module
     layers = [layer for layer in module.proj_z.modules() if isinstance(layer, nn.Linear)]
-    pairs = Pairs(module.num_heads, "laying out")
-    if layers:
+    pairs = Pairs(module.num_heads, "laying out")  # of the diffusion: projected once, or elsewhere
+    if layers and _in_trunk(module):
         pairs = Pairs(layers[0].in_features, "norm and linear")
     return described(module.num_heads, site.tokens, module.head_dim, pairs)
 

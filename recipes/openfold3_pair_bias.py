@@ -93,7 +93,8 @@ def describe(site: Site) -> Description:
     module: Any = site.module
     if hasattr(module, "n_query"):
         raise UnsupportedSite("it attends between windows of atoms")
-    pairs = Pairs(module.linear_z.weight.shape[1], "linear")  # networks read the normed, too
+    channels = module.linear_z.weight.shape[1]
+    pairs = Pairs(channels, "norm and linear" if hasattr(module, "layer_norm_z") else "linear")
     return described(module.mha.no_heads, site.tokens, module.mha.c_hidden, pairs)
 
 

@@ -328,3 +328,16 @@ def test_features_of_a_pair_representation() -> None:
     seen = pair_features(pair, mask=mask)[1][mask[1]]
     kept = pair[1][mask[1]][:, mask[1]]
     torch.testing.assert_close(seen, torch.cat([kept.mean(1), kept.mean(0)], -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_features_in_half_precision_are_summed_in_fp32(dtype: torch.dtype) -> None:
+    """Sums pass what half precision holds, in size and in digits; padding counts for nothing."""
+    pair = torch.full((2000, 40, 1), 60.0, dtype=dtype)[:, :, None, 0].expand(-1, -1, 2)
+    pair = torch.cat([pair.transpose(0, 1), torch.full((40, 8, 2), 9.0, dtype=dtype)], 1)
+    square = pair.new_full((2008, 2008, 2), 7.0)
+    square[:40] = pair
+    mask = torch.arange(2008) < 2000
+    for found in (pair_features(square)[:40, :2], pair_features(square, mask=mask)[:40, :2]):
+        assert found.dtype == torch.float32 and found.isfinite().all()
+    torch.testing.assert_close(found, torch.full((40, 2), 60.0))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from typing import TYPE_CHECKING
+
 from ..errors import FitError, NothingToConvertError
 from .conversion import Request, run_conversion
 from .fitting import (
@@ -36,6 +39,9 @@ from .parameters import (
     OutputOpt,
     ReportOpt,
 )
+
+if TYPE_CHECKING:
+    from ..plan import SitePlan
 
 
 @grouped
@@ -120,7 +126,10 @@ def fit(
     except NothingToConvertError as error:
         raise _not_reached(fitting, error) from error
     if fitting.missed:
-        print_error(f"{_count(fitting)}, the rest was converted: {_which(fitting)}")
+        print_error(f"{_count(fitting)}, the rest was converted: {_which(fitting.missed)}")
+    if fitting.kept and not speaking.quiet:
+        many = f"{len(fitting.kept)} site{'s' if len(fitting.kept) > 1 else ''}"
+        print(f"note: {many} not fitted: {_which(fitting.kept)}", file=sys.stderr)
     return code
 
 
@@ -129,7 +138,7 @@ def _not_reached(fitting: Fitting, error: NothingToConvertError) -> Exception:
     if not fitting.missed:
         return error
     found = FitError(
-        f"{_count(fitting)}, nothing was written: {_which(fitting)}",
+        f"{_count(fitting)}, nothing was written: {_which(fitting.missed)}",
         "try a larger --rank, more --steps and inputs, or accept less: --energy",
     )
     found.told = getattr(error, "told", {})  # type: ignore[attr-defined]
@@ -141,5 +150,6 @@ def _count(fitting: Fitting) -> str:
     return f"{many} fit{'s' if many > 1 else ''} missed what was asked"
 
 
-def _which(fitting: Fitting) -> str:
-    return "; ".join(f"{site.name or '(the model)'}: {site.reason}" for site in fitting.missed[:3])
+def _which(sites: list[SitePlan]) -> str:
+    """The first of them, and why."""
+    return "; ".join(f"{site.name or '(the model)'}: {site.reason}" for site in sites[:3])

@@ -133,6 +133,7 @@ class Fitting:
         options: fields of `FitOptions`.
         planning: further keyword arguments of `fit_sites`.
         missed: the sites whose fit is not good enough, once the plan is made.
+        kept: those that were not fitted, and keep their bias as it is.
     """
 
     data: str
@@ -142,12 +143,16 @@ class Fitting:
     options: dict[str, Any]
     planning: dict[str, Any]
     missed: list[SitePlan] = field(default_factory=list)
+    kept: list[SitePlan] = field(default_factory=list)
 
     def check(self) -> None:
         """Raise UsageError for values that make no sense; imports nothing heavy."""
         for name, value in (("samples", self.samples), ("batch", self.batch), ("rank", self.rank)):
             if value < 1:
                 raise UsageError(f"{name} must be at least 1, got {value}")
+        start = self.planning.get("from_tokens")
+        if start is not None and start < 1:
+            raise UsageError(f"--from-tokens must be at least 1, got {start}")
         if ":" not in self.data and not Path(self.data).exists():
             raise UsageError(f"there are no inputs {self.data}", "see --help for what there is")
 
@@ -156,7 +161,7 @@ class Fitting:
 
         def plan(model: nn.Module) -> Plan:
             from ..decompose.neural_options import FitOptions
-            from ..fitting.sites import fit_sites, missed
+            from ..fitting.sites import fit_sites, kept, missed
             from ..inputs import read_inputs
 
             options = FitOptions(**self.options)
@@ -175,6 +180,7 @@ class Fitting:
                 **self.planning,
             )
             self.missed.extend(missed(found))
+            self.kept.extend(kept(found))
             return found
 
         return plan

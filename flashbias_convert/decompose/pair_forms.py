@@ -36,7 +36,8 @@ class PairForm(TypedDict):
         ps_per_score: picoseconds per score that a kernel needs more than without a bias: with
             `max_rank` columns, or, where no rank costs less, with the fewest.
         ms_per_call: milliseconds on the card that a call for one structure needs more than without
-            a bias, making the bias or its factors included; None where that is not known.
+            a bias: what makes the bias, or the networks, included, and the SVD of factors that are
+            made once not; None where that is not known.
     """
 
     form: str
@@ -186,13 +187,16 @@ def networks_in_words(n: int, m: int, rank: int, site: PairSite) -> str | None:
         n, m, site: see `forms`.
         rank: of the networks.
     """
+    if rank > costs.BUCKETS[-1]:
+        return f"no kernel takes factors of rank {rank}: at most {costs.BUCKETS[-1]}"
     if site.networks_pay(n, m, rank):
         return None
     own, dense = site.networks_ms(n, m, rank), site.dense_ms(n, m)
     if own is not None and dense is not None:
         return (
             f"networks of rank {rank} take {own:.2g} ms of a call at {n} tokens, with what their "
-            f"factors cost the kernel, and the bias as it is {dense:.2g} (measured on Hopper)"
+            f"factors cost the kernel, and the bias as it is {dense:.2g}, by times measured on "
+            "Hopper"
         )
     return (
         f"its factors of rank {rank} (padded {costs.rank_bucket(rank)}) add "

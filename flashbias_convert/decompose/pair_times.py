@@ -37,8 +37,9 @@ class Pairs:
     Attributes:
         channels: C of the pair representation, (N, N, C), that networks read.
         saves: what is left out where networks serve: the linear layer that projects the pairs,
-            the norm before it, too, if nothing else needs it, or, where the site gets its bias
-            ready, only to lay it out for the kernel.
+            the norm before it, too, if the kernel that projects does that as well, or, where the
+            site gets its bias ready, only to lay it out. Networks that read normed pairs need a
+            norm of their own, which is not counted.
         rows: how many rows of tokens attend with one bias; None says as many as there are tokens,
             as in triangle attention.
     """
@@ -56,8 +57,8 @@ def dense_ms(pairs: Pairs, heads: int, n: int) -> float:
     """Milliseconds to make the bias of n tokens, and to lay it out.
 
     Between measured lengths, numbers of channels and heads it is interpolated, linearly. Below the
-    least measured it is the time there; beyond the last it grows in proportion, and with the square
-    of the length.
+    least measured it is the time there; beyond the last it goes on as between the last two, and
+    with the square of the length.
 
     Args:
         pairs: what it is made from.
@@ -93,7 +94,7 @@ def _without_last(values: Mapping[tuple[int, ...], float], at: int) -> dict[tupl
     points: dict[tuple[int, ...], list[tuple[int, float]]] = {}
     for place, value in sorted(values.items()):
         points.setdefault(place[:-1], []).append((place[-1], value))
-    return {place: between(own, at) for place, own in points.items()}
+    return {place: between(own, at, power=None) for place, own in points.items()}
 
 
 def read_times(text: str, card_class: str) -> dict[Place, Sequence[tuple[int, float]]]:

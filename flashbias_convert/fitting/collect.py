@@ -21,6 +21,10 @@ from ..recipe import Observed
 KEPT_ROWS = 4
 
 
+class ObservationError(Exception):
+    """A recipe could not tell what a call says of its bias; says why."""
+
+
 @dataclass
 class Collected:
     """Samples of one site, each with the input that it came from.
@@ -31,6 +35,7 @@ class Collected:
         seen: how many came.
         samples: those that are kept.
         origins: for each, the batch and the entry of it.
+        longest: most tokens of a call, padding included.
     """
 
     most: int
@@ -38,6 +43,7 @@ class Collected:
     seen: int = 0
     samples: list[Sample] = field(default_factory=list)
     origins: list[tuple[int, int]] = field(default_factory=list)
+    longest: int = 0
     _random: random.Random = field(default_factory=lambda: random.Random(0))
 
     def add(self, sample: Sample, origin: tuple[int, int]) -> None:
@@ -83,12 +89,20 @@ def collect(
         batches: calls of the model.
         most: how many samples to keep.
         attention: keep q, k and v, too.
+
+    Raises:
+        ObservationError: the recipe does not know what to make of a call.
     """
     found = Collected(most, attention)
     number = 0
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for entry, sample in _samples(observe(module, *args, **kwargs), attention):
+        try:
+            seen = observe(module, *args, **kwargs)
+        except Exception as error:  # the recipe's, not that of the model or of its inputs
+            raise ObservationError(f"what it sees cannot be told: {error}") from error
+        found.longest = max(found.longest, seen.x_q.shape[-2])
+        for entry, sample in _samples(seen, attention):
             found.add(sample, (number, entry))
 
     handle = module.register_forward_pre_hook(hook, with_kwargs=True)

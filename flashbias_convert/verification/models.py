@@ -147,7 +147,8 @@ def is_exact(name: str, module: PatchedAttention, plan: Plan | None) -> bool:
     site = next((s for s in plan.sites if s.name == name), None) if plan is not None else None
     if site is not None:
         return site.is_exact()
-    factors = any(term.kind == "low_rank" for term in module.score_bias.bias.terms)
+    terms = module.score_bias
+    factors = any(term.kind == "low_rank" for term in terms.bias.terms) or terms.builder_modules()
     return not factors and not module.trains_terms
 
 

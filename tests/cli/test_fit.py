@@ -71,9 +71,9 @@ def test_no_fit_good_enough_writes_nothing(cli: Cli, files: Path, tmp_path: Path
 def test_some_fits_good_enough_write_those(
     cli: Cli, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flashbias_convert.fitting import sites
+    from flashbias_convert.fitting import site_fit
 
-    original = sites.fit
+    original = site_fit.fit
 
     def spoiled(draw, **options):  # type: ignore[no-untyped-def]
         result = original(draw, **options)
@@ -81,7 +81,7 @@ def test_some_fits_good_enough_write_those(
             object.__setattr__(result, "reached", False)
         return result
 
-    monkeypatch.setattr(sites, "fit", spoiled)
+    monkeypatch.setattr(site_fit, "fit", spoiled)
     out = tmp_path / "out.safetensors"
     asked = ["--energy", 0.01, "--max-attention-error", 1, "-o", out]
     done = cli(*arguments(files, *asked, "--json"))
@@ -137,16 +137,16 @@ def test_a_site_of_a_recipe_with_a_dense_bias_is_left_alone_too(
 def test_fits_that_reach_are_written_beside_those_that_miss(
     cli: Cli, folding: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flashbias_convert.fitting import sites
+    from flashbias_convert.fitting import site_fit
 
-    original = sites.fit
+    original = site_fit.fit
 
     def spoiled(draw: Any, **options: Any) -> Any:
         result = original(draw, **options)
         object.__setattr__(result, "reached", "tri_att" in options["state"].name)
         return result
 
-    monkeypatch.setattr(sites, "fit", spoiled)
+    monkeypatch.setattr(site_fit, "fit", spoiled)
     out = tmp_path / "out"
     anything = ("--energy", 0.001, "--max-attention-error", 1, "--state", tmp_path / "fits")
     done = fit_folding(cli, folding, *anything, "-o", out, "--json")
@@ -161,6 +161,18 @@ def test_fits_that_reach_are_written_beside_those_that_miss(
     assert len(names) == 2 and all("tri_att" in name for name in names)
 
 
+def test_what_is_not_fitted_is_told(cli: Cli, folding: Path, tmp_path: Path) -> None:
+    """Its sites are written with their bias as it is, which is faster."""
+    quick = ("--hidden", 4, "--steps", 5, "-o", tmp_path / "out")
+    done = cli("fit", folding / "m", folding / "data.npz", *quick, "--json")
+    assert done.code == 0, done.err
+    assert "note: 3 sites not fitted: trunk.blocks.0.seq_attention: dense in each call" in done.err
+    for site in done.json()["plan"]["sites"]:
+        assert site["status"] == "patched" and "not fitted: up to 4096 tokens" in site["reason"]
+    loaded = load_model(tmp_path / "out")
+    assert not any(".factor_network." in name for name in loaded.state_dict())
+
+
 def test_a_dry_run_fits_and_writes_nothing(cli: Cli, files: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.safetensors"
     asked = ["--energy", 0.01, "--max-attention-error", 1, "-o", out, "--dry-run"]
@@ -172,6 +184,7 @@ def test_a_dry_run_fits_and_writes_nothing(cli: Cli, files: Path, tmp_path: Path
     ("change", "said"),
     [
         (["--rank", 0], "rank must be at least 1"),
+        (["--from-tokens", 0], "--from-tokens must be at least 1"),
         (["--energy", 2], "energy must be in"),
         (["--sites", "nobody"], "matches no site"),
         (["--steps", 0], "steps must be a positive"),

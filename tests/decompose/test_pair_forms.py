@@ -76,13 +76,30 @@ def test_networks_begin_where_they_are_faster_ever_after(site: PairSite, rank: i
     assert all(pay[at:]) and not (at and pay[at - 1])
 
 
-def test_the_norm_of_pairs_is_what_networks_save() -> None:
-    """A triangle's pairs are normed anyway, and so are those whose norm networks read."""
-    assert PAIR_BIAS.networks_from(96) is not None
-    only_projected = PairSite(16, 24, Pairs(128, "linear"))
-    assert only_projected.networks_from(96) is None
-    handed_over = PairSite(16, 24, Pairs(16, "laying out"))
-    assert handed_over.networks_from(96) is None
+def test_where_networks_pay_by_the_measurements_of_the_package() -> None:
+    """As the README says."""
+    assert PAIR_BIAS.networks_from(96) is None and PAIR_BIAS.networks_from(16) is None
+    assert PairSite(16, 24, Pairs(16, "laying out")).networks_from(16) is None
+    assert [TRIANGLE.networks_from(rank) for rank in (32, 64, 96)] == [2048, 3072, None]
+
+
+def test_more_queries_than_keys() -> None:
+    """Scores are counted as they are; what makes a bias, by the longer side."""
+    assert PAIR_BIAS.kernel_ms(512, 256) == pytest.approx(
+        1e-9 * 16 * 512 * 256 * costs.added_cost("dense", 512, 256, head_dim=24)
+    )
+    for n, m in ((512, 256), (256, 512)):
+        assert PAIR_BIAS.pairs is not None
+        made = pair_times.dense_ms(PAIR_BIAS.pairs, 16, 512)
+        assert PAIR_BIAS.dense_ms(n, m) == pytest.approx(made + (PAIR_BIAS.kernel_ms(n, m) or 0))
+        made = pair_times.networks_ms(PAIR_BIAS.pairs, 16, 32, 512)
+        own = PAIR_BIAS.kernel_ms(n, m, 32) or 0
+        assert PAIR_BIAS.networks_ms(n, m, 32) == pytest.approx(made + own)
+
+
+def test_networks_that_pay_in_between_do_not_begin_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PairSite, "networks_pay", lambda self, n, m, rank: n in (384, 3072, 4096))
+    assert PAIR_BIAS.networks_from(96) == 3072
 
 
 Cost = Callable[..., float]
@@ -134,5 +151,8 @@ def test_words_of_all_that_a_call_does(
     assert networks_in_words(300, 300, 40, site) is None
     assert networks_in_words(100, 100, 40, site) == (
         "networks of rank 40 take 0.2 ms of a call at 100 tokens, with what their factors cost the "
-        "kernel, and the bias as it is 0.1 (measured on Hopper)"
+        "kernel, and the bias as it is 0.1, by times measured on Hopper"
+    )
+    assert networks_in_words(300, 300, 300, site) == (
+        "no kernel takes factors of rank 300: at most 256"
     )

@@ -15,7 +15,7 @@ from flashbias_convert.decompose.neural import Check
 from flashbias_convert.decompose.neural_options import FitOptions
 from flashbias_convert.decompose.pair_forms import PairSite
 from flashbias_convert.errors import NothingToConvertError, UsageError
-from flashbias_convert.fitting import sites
+from flashbias_convert.fitting import site_fit
 from flashbias_convert.fitting.collect import Collected, collect, cropped
 from flashbias_convert.fitting.sites import missed
 from flashbias_convert.inputs import Batch, as_inputs
@@ -281,7 +281,7 @@ def test_networks_that_cost_more_than_the_bias_say_so(monkeypatch: pytest.Monkey
         asked.append((n, m, rank, site))
         return "too dear" if rank > 4 else None
 
-    monkeypatch.setattr(sites, "networks_in_words", judged)
+    monkeypatch.setattr(site_fit, "networks_in_words", judged)
     for rank in (4, 5):
         _, plan = fit(dataclasses.replace(EASY, steps=20, energy=None), rank=rank)
         (site,) = plan.patched

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flashbias_convert import apply_plan, factors_once, fit_sites, load_model, save_model
+from flashbias_convert import (
+    apply_plan,
+    factors_once,
+    fit_sites,
+    load_model,
+    patch_model,
+    save_model,
+)
 from flashbias_convert.decompose.factor_networks import FactorNetworks
 from flashbias_convert.decompose.neural_options import FitOptions
 from flashbias_convert.decompose.pair_forms import PairSite
 from flashbias_convert.errors import UsageError
+from flashbias_convert.fitting import site_fit
+from flashbias_convert.pair_attention import PairCall
 from flashbias_convert.plan import Plan
+from flashbias_convert.verification.models import is_exact
+from tests import pairformer
 
 ANYTHING = FitOptions(hidden=8, steps=10, check_every=5, energy=None, max_attention_error=None)
 START = 8
@@ -77,17 +89,27 @@ def test_shorter_calls_are_exact(tmp_path: Path) -> None:
 def test_shorter_calls_can_have_factors_made_once() -> None:
     model, plain = block(), block()
     apply_plan(model, fit(model, from_tokens=START), backend="sdpa")
-    given = states(START - 1)["pairwise_state"]
+    given, longer = (states(n)["pairwise_state"] for n in (START - 1, START))
     with torch.no_grad(), factors_once(model, rank=START) as memories:
         first, *others = (model.tri_att_end(given) for _ in range(3))
         exact = plain.tri_att_end(given)
         served = memories[0].served
         assert served > 0
         for _ in range(2):
-            model.tri_att_end(states(START)["pairwise_state"])
+            model.tri_att_end(longer)  # the same pairs again: networks serve them all the same
         assert memories[0].served == served
     for out in (first, *others):
         assert (out - exact).abs().max() < 1e-4 * exact.abs().max()
+
+
+def test_networks_are_no_exact_conversion() -> None:
+    """Also where nobody has the plan any more."""
+    model = block()
+    apply_plan(model, fit(model, from_tokens=START), backend="sdpa")
+    assert not is_exact("tri_att_end", model.tri_att_end, None)
+    exact = block()
+    patch_model(exact)
+    assert is_exact("tri_att_end", exact.tri_att_end, None)
 
 
 def test_by_default_costs_say_from_where(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,20 +117,37 @@ def test_by_default_costs_say_from_where(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def least(site: PairSite, rank: int) -> int:
         asked.append((site, rank))
-        return 512
+        return 12
 
     monkeypatch.setattr(PairSite, "networks_from", least)
     model, plain = block(), block()
     plan = fit(model)
     (site,) = plan.patched
+    assert "from 12 tokens on" in site.reason
     (chosen,) = (own for own, rank in asked if rank == 3)  # a plan asks for the usual rank
     assert chosen.heads == site.heads
     assert chosen.pairs is not None and chosen.pairs.rows is None
-    assert site.warnings[-1] == "calls with fewer than 512 tokens keep the bias as it is"
     apply_plan(model, plan, backend="sdpa")
     networks: Any = model.tri_att_end.score_bias.builder_modules()[FactorNetworks.kind]
-    assert networks.from_tokens == 512
-    assert (run(model, 12) - run(plain, 12)).abs().max() < 1e-5 * run(plain, 12).abs().max()
+    assert networks.from_tokens == 12
+    assert (run(model, 11) - run(plain, 11)).abs().max() < 1e-5 * run(plain, 11).abs().max()
+    assert (run(model, 12) - run(plain, 12)).abs().max() > 1e-3 * run(plain, 12).abs().max()
+
+
+def test_inputs_that_are_all_shorter_are_no_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would know what calls get that networks serve, unless somebody asks for it."""
+    monkeypatch.setattr(PairSite, "networks_from", lambda *_: 13)
+    plan = fit(block())
+    (site,) = plan.patched
+    assert site.modules is None and "the inputs have at most 12 tokens" in site.reason
+    assert "faster from 13 on" in site.reason
+    (site,) = fit(block(), from_tokens=13).patched
+    assert (
+        "judged on inputs of up to 12 tokens, and serve calls with 13 and more"
+        in (site.warnings[-1])
+    )
+    (site,) = fit(block(), from_tokens=12).patched
+    assert not any("judged on inputs of up to" in warning for warning in site.warnings)
 
 
 def test_what_is_faster_at_all_lengths_serves_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,3 +185,61 @@ def test_files_whose_networks_serve_all_lengths_stay_as_they_were() -> None:
         FactorNetworks.from_config({**old, "from_tokens": 0})
     with pytest.raises(ValueError, match="factor networks have"):
         FactorNetworks.from_config({**old, "other": 1})
+
+
+def test_recipes_without_another_way_have_networks_at_all_lengths() -> None:
+    """Whatever is asked for: their bias as it is cannot be served."""
+    given: dict[str, Any] = {"recipes": pairformer.RECIPES, "include": "pair", "from_tokens": 99}
+    plan = fit_sites(
+        pairformer.make_model(), pairformer.make_inputs(), rank=3, options=ANYTHING, **given
+    )
+    (site,) = plan.patched
+    assert site.modules is not None
+    networks: Any = site.modules[FactorNetworks.kind]
+    assert networks.from_tokens == 1
+
+
+def test_recipes_that_do_not_say_what_a_bias_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known of their costs: networks serve all lengths, as they were asked for."""
+    describe = site_fit.SiteFit._described
+
+    def unknown(self: site_fit.SiteFit, recipe: Any) -> Any:
+        return dataclasses.replace(describe(self, recipe), pairs=None)
+
+    monkeypatch.setattr(site_fit.SiteFit, "_described", unknown)
+    (site,) = fit(block()).patched
+    assert site.spec is not None and "builders" not in site.spec
+
+
+def test_what_a_recipe_cannot_tell_fails_its_own_site_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pairs = PairCall.observed
+
+    def observed(self: PairCall) -> Any:
+        if self.q.dim() == 4:  # the sequence's attention
+            raise RuntimeError("sizes do not match")
+        return pairs(self)
+
+    monkeypatch.setattr(PairCall, "observed", observed)
+    plan = fit(block(), include=(), from_tokens=1)
+    status = {site.name: (site.status, site.reason) for site in plan.sites}
+    assert status["seq_attention"][0] == "failed"
+    assert "what it sees cannot be told: sizes do not match" in status["seq_attention"][1]
+    assert status["tri_att_start"][0] == status["tri_att_end"][0] == "patched"
+
+
+def test_keys_that_are_other_tokens_have_the_bias_itself() -> None:
+    q, k = torch.zeros(1, 1, 5, 4), torch.zeros(1, 1, 7, 4)
+    call = PairCall(q, k, k, q, bias=lambda: q, features=lambda: pytest.fail("asked"))
+    with pytest.raises(ValueError, match="not the same tokens"):
+        call.token_features()
+    model = block()
+    apply_plan(model, fit(model, from_tokens=2), backend="sdpa")
+    site = model.tri_att_end
+    given = torch.zeros(1, 1, 2, 5, 7)
+    q, k = torch.randn(1, 1, 2, 5, 4), torch.randn(1, 1, 2, 7, 4)
+    call = PairCall(q, k, k, given, bias=lambda: given, features=lambda: pytest.fail("asked"))
+    plain = (q @ k.mT).softmax(-1) @ k
+    with torch.no_grad():
+        assert torch.allclose(site.attend(call), plain, atol=1e-5)
