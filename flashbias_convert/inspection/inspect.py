@@ -92,8 +92,9 @@ def inspect_model(
         if group is None:
             plans = []
             for match in matches:
-                made = plan_site(match, options, chosen.reason_against(match.names))
-                plans.append(_kept(made, keep))
+                # no name for a plan on its way: it would hold the terms while the next one is made
+                against = chosen.reason_against(match.names)
+                plans.append(_kept(plan_site(match, options, against), keep))
                 if progress is not None:
                     progress(len(plans), len(matches), match.site.name)
         else:
