@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from ..recipe import Recipe
 from .architecture import Architecture, ArchLike
 from .card import card_path, model_card
 from .made_from import without_narrowed
-from .mapped import MappedModel
+from .mapped import MappedModel, sparing
 from .open import OpenedModel
 from .open_to_convert import Held, open_to_convert
 from .origin import SOURCE_KEY, Origin, note_of_lost
@@ -283,7 +284,9 @@ def _plan(opened: OpenedModel | MappedModel, choices: Mapping[str, Any], dry_run
     from ..inspection import inspect_model
     from ..patching import patch_model
 
-    return (inspect_model if dry_run else patch_model)(opened.model, **choices)
+    sparingly = sparing(opened.checkpoint) if isinstance(opened, MappedModel) else nullcontext()
+    with sparingly:
+        return (inspect_model if dry_run else patch_model)(opened.model, **choices)
 
 
 def _weights(target: Path) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import UsageError
 from ..recipe import Description, Recipe, Registry, Site
 from .align import align, check_kinds, fill_tied
+from .allocator import blocks_apart, give_back
 from .architecture import Architecture, ArchLike
 from .identify import identify
 from .limits import build_from_file, check_size
@@ -24,8 +25,11 @@ from .origin import note_of_lost
 from .pickles import is_mappable
 from .pieces import can_be_copied
 from .read import Checkpoint
-from .shelf import give_back
 from .weights import equal_bits
+
+#: blocks of this share of the largest shard are given back when they are freed; what is smaller
+#: is faster without, and its holes do not matter
+_SHARE = 100
 
 
 class NotMappable(Exception):
@@ -98,6 +102,11 @@ def open_mapped(
     notes = note_of_lost(lost_names(checkpoint, sources))
     checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *notes))
     return MappedModel(model.eval(), architecture, checkpoint, sources, tied, wide, computes)
+
+
+def sparing(checkpoint: Checkpoint) -> AbstractContextManager[None]:
+    """Inside, what is freed is not kept, so that the memory in use is that of what is needed."""
+    return blocks_apart(max(file.stat().st_size for file in checkpoint.files) // _SHARE)
 
 
 def _require_mappable(checkpoint: Checkpoint) -> None:

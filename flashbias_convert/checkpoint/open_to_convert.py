@@ -14,7 +14,7 @@ from ..errors import UnknownArchitectureError
 from ..recipe import Recipe
 from .architecture import ArchLike
 from .bare import open_bare
-from .mapped import MappedModel, NotMappable, open_mapped
+from .mapped import MappedModel, NotMappable, open_mapped, sparing
 from .open import OpenedModel, compute_dtype, open_checkpoint, read_original
 from .read import Checkpoint
 
@@ -93,7 +93,8 @@ def open_to_convert(
         if checkpoint.weight_map is not None:
             if together is None:
                 try:
-                    return open_mapped(checkpoint, recipes=recipes, **known), None
+                    with sparing(checkpoint):
+                        return open_mapped(checkpoint, recipes=recipes, **known), None
                 except NotMappable as reason:
                     together = str(reason)
             held = Held.of(checkpoint, dtype or compute_dtype(checkpoint.tensors), together)

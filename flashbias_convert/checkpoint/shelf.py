@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import tempfile
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from ..term_tensors import lend
 from ..terms import ScoreBias
+from .allocator import give_back
 from .weights import bytes_of
 
 #: tensors begin at multiples of it
@@ -107,20 +107,3 @@ class Shelf:
 
 def _up(size: int, step: int) -> int:
     return -(-size // step) * step
-
-
-def give_back() -> None:
-    """Hand memory that was freed back to the system: the C library keeps it for later."""
-    trim = getattr(_C, "malloc_trim", None)  # of glibc
-    if trim is not None:
-        trim(0)
-
-
-def _c_library() -> ctypes.CDLL | None:
-    try:
-        return ctypes.CDLL(None)
-    except (OSError, TypeError):  # Windows has none of that name
-        return None
-
-
-_C = _c_library()
