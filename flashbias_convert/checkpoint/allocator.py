@@ -32,7 +32,7 @@ def blocks_apart(size: int) -> Iterator[None]:
     like that, but each time that a block is freed it keeps blocks of up to this size from then on:
     they lie on one heap with all that is small, and a hole between what stays may fit none of the
     blocks to come. How much of the heap is holes depends on what was allocated before, and differs
-    from run to run.
+    from run to run. Holes that are there already are still filled, and kept.
 
     It holds for all threads, and glibc cannot be asked what it did before. Afterwards it keeps
     blocks of up to 32 MiB, as it would by itself after one of that size. Nothing is done where the
