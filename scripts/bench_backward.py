@@ -34,7 +34,7 @@ import torch
 from attention_shapes import SHAPES, Shape, tiny
 from backward_figure import draw
 from backward_step import MakeStep, Problem, Step, errors, steps, times, truth
-from failures import LACKED, lacked_beside_others
+from failures import LACKED, is_lost, lacked_beside_others
 from turns import Wait, in_turns
 
 from flashbias_convert.benchmark.timing import allocated
@@ -176,7 +176,8 @@ def _state(problem: Exception) -> str:
         return LACKED
     if isinstance(problem, torch.OutOfMemoryError):
         return OUT_OF_MEMORY
-    if type(problem).__name__ == "AcceleratorError":  # such as an illegal memory access
+    # an illegal memory access, also where a compiler wraps it: what follows fails in its stead
+    if type(problem).__name__ == "AcceleratorError" or is_lost(problem):
         return CRASHED
     lines = str(problem).splitlines() or [""]
     return f"{type(problem).__name__}: {lines[0]}"[:90]

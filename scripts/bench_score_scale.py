@@ -149,7 +149,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
            "|---|---|---|---|---|"]  # fmt: skip
     for d in dict.fromkeys(int(r["d"]) for r in rows):
         cells = [pays(rows, d, clock) for clock in ("forward_ms", "both_ms")]
-        cells += [largest_rank(d), min(largest_rank(d), MAX_HEAD_SIZE // d)]
+        cells += [largest_rank(d)]
         out.append(f"| {d} | {' | '.join(map(str, cells))} |")
     ranks = sorted({int(r["rank"]) for r in rows})
     out += ["", f"Ranks that were measured: {', '.join(map(str, ranks))}. {rows[0]['device']}."]

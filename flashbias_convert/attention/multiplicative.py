@@ -26,17 +26,21 @@ from .prepared import PreparedBias
 SHARED_MEMORY = 100 * 1024
 
 
-def largest_rank(head_size: int, backend: str = "sdpa") -> int:
-    """The largest rank that moves no more memory than a dense matrix of factors would.
+def largest_rank(head_size: int) -> int:
+    """The largest rank that pays: 4 for D = 64, 8 for D = 32, 16 for D = 16.
 
-    For the Triton kernels also R D <= `MAX_HEAD_SIZE`: 4 for D = 64, 8 for D = 32, 16 for D = 16.
+    As measured (`scripts/bench_score_scale.py`, H200, 4,096 tokens): rows of R D = 256 numbers, the
+    longest that the kernels take, need 0.4 to 0.5 ms forward, where making the matrix of factors
+    and multiplying the scores by it needs 1.0, and 2.5 to 3.4 ms with gradients, beside 2.7 to 2.9;
+    longer rows 1.4 and 16, on torch's attention.
 
-    R <= sqrt(S / C^2 + 1), with the head size C and S = 100 KB (FlashBias, the corollary on
-    efficiency in that appendix): 5 for C = 64, 10 for C = 32, 20 for C = 16. The paper's own
-    example says 27 for C = 64, which its formula does not give.
+    It moves no more memory than a dense matrix of factors would, either, R <= sqrt(S / C^2 + 1),
+    with the head size C and S = 100 KB (FlashBias, the corollary on efficiency in that appendix): 5
+    for C = 64, 10 for C = 32, 20 for C = 16. The paper's own example says 27 for C = 64, which its
+    formula does not give.
     """
-    most = math.isqrt(SHARED_MEMORY // head_size**2 + 1)
-    return most if backend != "triton" else min(most, max(MAX_HEAD_SIZE // head_size, 1))
+    bound = math.isqrt(SHARED_MEMORY // head_size**2 + 1)
+    return min(bound, max(MAX_HEAD_SIZE // head_size, 1))
 
 
 def check_score_scale(score_scale: object, q: Tensor, k: Tensor, *, backend: str) -> LowRank:
@@ -55,18 +59,14 @@ def check_score_scale(score_scale: object, q: Tensor, k: Tensor, *, backend: str
         )
     bound = PreparedBias(ScoreBias((score_scale,), q.shape[-3]), once=True)
     bound.check_fits(tuple(q.shape[:-3]), q.shape[-3], q.shape[-2], k.shape[-2])
-    rank, most = max(score_scale.head_ranks()), largest_rank(q.shape[-1], backend)
+    rank, most = max(score_scale.head_ranks()), largest_rank(q.shape[-1])
     if rank == 0:
         raise ValueError("score_scale has rank 0: it would make every score zero")
     if rank > most and backend != "eager":
-        kernel = most < largest_rank(q.shape[-1])
-        why = f"makes rows of more than {MAX_HEAD_SIZE}" if kernel else "does not pay"
         raise UsageError(
-            f"score_scale of rank {rank} {why} with head size {q.shape[-1]}, at most {most} does"
-            + (" not" if kernel else ""),
-            "backend='auto' takes torch's attention for it"
-            if rank <= largest_rank(q.shape[-1])
-            else "backend='eager' multiplies the matrix of scores, whatever the rank",
+            f"score_scale of rank {rank} does not pay with head size {q.shape[-1]}, at most {most} "
+            "does",
+            "backend='eager' multiplies the matrix of scores, whatever the rank",
         )
     return score_scale
 

@@ -30,6 +30,15 @@ from .registration import attention_op
 from .sdpa import sdpa_attention
 
 
+def _as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Different dtypes under autocast, which layers outside of it leave: as torch's attention."""
+    kind = q.device.type
+    if not torch.is_autocast_enabled(kind):
+        return q, k, v  # `check_arguments` refuses them
+    dtype = torch.get_autocast_dtype(kind)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
 def flashbias_attention(
     q: Tensor,
     k: Tensor,
@@ -50,7 +59,7 @@ def flashbias_attention(
     """softmax(scale * q k^T + bias) v, the bias being a sum of terms (FlashBias, section 3).
 
     Scores, softmax and accumulation are fp32 (fp64 for fp64 inputs). A row in which every key is
-    masked gives zeros.
+    masked gives zeros. Under autocast q, k and v of different dtypes are cast to its own.
 
     Args:
         q: shape (*batch, H, N, D); fp16, bf16, fp32 or fp64; any strides.
@@ -70,11 +79,9 @@ def flashbias_attention(
             have a key that is not masked by a term. A bound that is wrong makes wrong results.
         score_scale: multiplies the scores before the bias is added, softmax(scale * (q k^T) * b +
             bias) v with b = phi_q phi_k^T, as plain attention with head size R D. For instance
-            cos(i - j), of rank 2: phi_q[i] = (cos i, sin i), phi_k[j] = (cos j, sin j). Above the
-            rank sqrt(102400 / D^2 + 1), 5 for D = 64, this would move more memory than the matrix
-            b, and is refused (FlashBias, appendix "Extension to Multiplicative Bias"). The Triton
-            kernels take R D up to 256, rank 4 for D = 64: above it "auto" takes torch's attention
-            and warns, and "triton" refuses.
+            cos(i - j), of rank 2: phi_q[i] = (cos i, sin i), phi_k[j] = (cos j, sin j). Where R D
+            is more than 256 (rank 4 for D = 64), or b as a matrix would move less memory, it does
+            not pay and is refused (FlashBias, appendix "Extension to Multiplicative Bias").
         gate: multiplies the output by its sigmoid, as AlphaFold does; shape (*batch, H, N, Dv) or
             broadcastable, any strides. The inference kernel does so before it rounds and writes.
         backend: "triton" (the kernels, forward and backward), "sdpa" (factors concatenated on
@@ -84,9 +91,10 @@ def flashbias_attention(
             it add gradients of q and of phi_q with atomics, in an order that changes from call to
             call, which saves it from computing the scores twice. "auto" then takes whatever was
             measured to be fastest on such a card: atomics or not, or torch's attention, where
-            factors or a key bias are all that is added. No atomics, whatever is said here: where
-            a gradient is asked for of a row scale (but an ALiBi slope), a diagonal or axial terms;
-            and under torch.use_deterministic_algorithms(True).
+            factors or a key bias are all that is added; of other terms nothing was measured, and
+            it takes none ("triton" does). No atomics, whatever is said here: where a gradient is
+            asked for of a row scale (but one of factors, or an ALiBi slope), a diagonal or axial
+            terms; and under torch.use_deterministic_algorithms(True).
 
     Returns:
         Tensor of shape (*batch, H, N, Dv) in the dtype of q.
@@ -104,6 +112,8 @@ def flashbias_attention(
             f"bias must be a ScoreBias or None, got {type(bias).__name__}; one term becomes a "
             "bias with ScoreBias((term,), num_heads)"
         )
+    if q.dtype != k.dtype or q.dtype != v.dtype:
+        q, k, v = _as_autocast(q, k, v)
     prepared = PreparedBias(bias, once=True) if isinstance(bias, ScoreBias) else bias
     terms = None if prepared is None else prepared.bias
     args = check_arguments(

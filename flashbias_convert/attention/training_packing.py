@@ -34,22 +34,45 @@ from .packing import (
 #: gradient goes through.
 TOPS = ("top_q", "top_k")
 
+FP16_MOST = torch.finfo(torch.float16).max
+
 #: Most rows or columns of an image whose axial terms have gradients in the fp32 kernel.
 MAX_AXIAL = 128
 
 
 def training_problem(bias: ScoreBias, *, half: bool) -> str | None:
     """Why the kernels cannot give gradients with this bias, or None if they can. Reads shapes."""
-    for term in for_kernel(bias, half=half).terms:
+    for term in _for_training(bias, half).terms:
         if not isinstance(term, Axial):
             continue
         longest = max(term.rel_h.shape[-1], term.rel_w.shape[-1])
         if half:
-            return f"an axial term of {term.rel_h.dtype} with {longest} rows or columns has no " \
-                "backward kernel in half precision"  # fmt: skip
+            both = term.rel_h.shape[-1] + term.rel_w.shape[-1]
+            return f"an axial term of {both} rows and columns has no backward kernel in half " \
+                "precision beside the factors that there are"  # fmt: skip
         if longest > MAX_AXIAL:
             return f"an axial term of {longest} rows or columns has no backward kernel"
     return unsupported(bias, half=half)
+
+
+def _for_training(bias: ScoreBias, half: bool) -> ScoreBias:
+    """The bias in terms that have backward kernels, where there are such. Differentiable.
+
+    In half precision axial terms have one as factors alone. Their columns are in fp16, and fp32
+    rows are rounded to it: eight times finer than bf16, which such calls round a bias to.
+    """
+    if half:
+        terms = tuple(_with_short_rows(t) if isinstance(t, Axial) else t for t in bias.terms)
+        bias = dataclasses.replace(bias, terms=terms)
+    return for_kernel(bias, half=half)
+
+
+def _with_short_rows(term: Axial) -> Axial:
+    rel_h, rel_w = (
+        rows.clamp(-FP16_MOST, FP16_MOST).half() if rows.dtype == torch.float32 else rows
+        for rows in (term.rel_h, term.rel_w)
+    )
+    return dataclasses.replace(term, rel_h=rel_h, rel_w=rel_w)
 
 
 def training_columns(bias: ScoreBias, *, half: bool) -> int:
@@ -69,7 +92,7 @@ def pack_for_training(bias: ScoreBias, *, half: bool) -> PackedBias:
         Tensors by group of heads as in `pack`, but `phi_q` and `phi_k` of a group are not rounded,
         with the columns in front that are to be split; `top_q` and `top_k` are their `column_tops`.
     """
-    bias = for_kernel(bias, half=half)
+    bias = _for_training(bias, half)
     specs, flat = [], []
     for heads in head_groups(bias, half=half):
         spec, tensors = _pack_group(bias, heads, half)

@@ -38,12 +38,16 @@ def dense_mask(call: AttentionCall, *, with_causal: bool = True) -> Tensor:
 
     Args:
         call: with M keys and N queries.
-        with_causal: minus infinity where causality hides a key.
+        with_causal: minus infinity where causality hides a key; else 0 there, for somebody who
+            hides it otherwise. What is visible is rounded alike.
     """
-    args = call.args if with_causal else replace(call.args, causal=False)
-    visible = visible_keys(call.q, call.k, args)
-    mask, _ = additive_mask(call.q, call.k, call.bias, visible, args)
+    visible = visible_keys(call.q, call.k, call.args)
+    mask, _ = additive_mask(call.q, call.k, call.bias, visible, call.args)
     assert mask is not None
+    if call.args.causal and not with_causal:
+        own = visible_keys(call.q, call.k, replace(call.args, key_mask=None))
+        assert own is not None
+        mask = mask.masked_fill(~own, 0.0)
     m = mask.shape[-1]
     if m % _ALIGNED == 0:
         return mask.contiguous()

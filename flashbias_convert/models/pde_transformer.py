@@ -139,7 +139,7 @@ class PointAttention(nn.Module):
         if self.weight is None:
             return None
         with torch.autocast(x.device.type, enabled=False):
-            logs: Tensor = self.weight(x.float())
+            logs: Tensor = self.weight(x.to(torch.promote_types(x.dtype, torch.float32)))
         return logs.clamp(-LARGEST, LARGEST).exp().transpose(-1, -2)
 
     def forward(self, x: Tensor, distances: Distances) -> Tensor:
@@ -200,7 +200,14 @@ class PDETransformer(nn.Module):
 
         Raises:
             TypeError: points in half precision.
+            UsageError: other dimensions, or another number of values, than it was built for.
         """
+        known = 0 if values is None else values.shape[-1]
+        if (points.shape[-1], known) != (self.config.dimensions, self.config.inputs):
+            raise UsageError(
+                f"it takes points of {self.config.dimensions} dimensions with "
+                f"{self.config.inputs} values each, got {points.shape[-1]} with {known}"
+            )
         distances = Distances.of(points)
         seen = distances.points
         x = self.embed(seen if values is None else torch.cat([seen, values.to(seen.dtype)], -1))

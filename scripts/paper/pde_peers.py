@@ -25,33 +25,56 @@ def without_bias(
     return F.scaled_dot_product_attention(q, k, v)
 
 
-def dense_bias(distances: Distances, weight: Tensor) -> Tensor:
-    """-w |x_i - x_j|^2 as a matrix (B, H, N, N), fp32."""
-    exact = "donot_use_mm_for_euclid_dist"
-    squares = torch.cdist(distances.points, distances.points, compute_mode=exact).square()
-    return -weight[..., None] * squares[:, None]
+class Squares:
+    """Squared distances as a matrix, made once for all layers of a call."""
+
+    def __init__(self) -> None:
+        self._made: tuple[Distances, Tensor] | None = None
+
+    def of(self, distances: Distances) -> Tensor:
+        """(B, 1, N, N), fp32: differences, squared and added up, as distances of points would be
+        rounded away in |x|^2 + |y|^2 - 2 x.y."""
+        if self._made is None or self._made[0] is not distances:
+            self._made = None  # two matrices may not fit
+            squares: Tensor | float = 0.0
+            for x in distances.points.unbind(-1):
+                away = x[:, None, :, None] - x[:, None, None, :]
+                squares = squares + away * away
+            assert isinstance(squares, Tensor)
+            self._made = distances, squares
+        return self._made[1]
+
+    def bias(self, distances: Distances, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """-w |x_i - x_j|^2 as a matrix (B, H, N, N)."""
+        with torch.autocast(weight.device.type, enabled=False):
+            return (-weight[..., None] * self.of(distances)).to(dtype)
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, distances: Distances, weight: Tensor | None) -> Tensor:
+def sdpa() -> Attend:
     """torch's attention with the matrix, whose gradient is a matrix, too."""
-    assert weight is not None
-    with torch.autocast(q.device.type, enabled=False):
-        mask = dense_bias(distances, weight).to(q.dtype)
-    return F.scaled_dot_product_attention(q, k, v, mask)
+    squares = Squares()
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, distances: Distances, weight: Tensor | None
+    ) -> Tensor:
+        assert weight is not None
+        mask = squares.bias(distances, weight, q.dtype)
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+    return attend
 
 
 def flex(dense: bool) -> Attend:
     """FlexAttention, compiled: with the matrix, or with distances worked out from coordinates."""
     compiled: Any = torch.compile(_flex_dense if dense else _flex_distances, dynamic=False)
+    squares = Squares()
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, distances: Distances, weight: Tensor | None
     ) -> Tensor:
         assert weight is not None
         if dense:
-            with torch.autocast(q.device.type, enabled=False):
-                matrix = dense_bias(distances, weight).to(q.dtype)
-            return compiled(q, k, v, matrix)
+            return compiled(q, k, v, squares.bias(distances, weight, q.dtype))
         return compiled(q, k, v, distances.points.transpose(1, 2).contiguous(), weight.contiguous())
 
     return attend
@@ -99,9 +122,10 @@ LARGEST_WEIGHT = 64.0
 #: by name, what makes an `Attend`
 PEERS: dict[str, Callable[[], Attend]] = {
     OURS: FusedAttend,
-    ANY_ORDER: lambda: FusedAttend(deterministic=False),  # gradients may be added with atomics
+    # gradients are added with atomics, which "auto" takes nowhere that weights are on factors
+    ANY_ORDER: lambda: FusedAttend(backend="triton", deterministic=False),
     NO_BIAS: lambda: without_bias,
-    SDPA: lambda: sdpa,
+    SDPA: sdpa,
     FLEX: lambda: flex(False),
     FLEX_DENSE: lambda: flex(True),
 }

@@ -199,6 +199,17 @@ def test_half_precision_without_a_cosine(name: str, kernel: str, device: torch.d
     check(x, BIASES[name](x), kernel, scale=-0.4)
 
 
+@pytest.mark.parametrize("rows", [torch.float32, torch.float16])
+def test_axial_rows_of_either_dtype(
+    rows: torch.dtype, half: torch.dtype, kernel: str, device: torch.device
+) -> None:
+    """SAM's are what a product of the queries gives, fp32 where that is not under autocast."""
+    x = Inputs(device, half, n=33, m=70, d=8)
+    term = x.axial()
+    term = dataclasses.replace(term, rel_h=term.rel_h.to(rows), rel_w=term.rel_w.to(rows))
+    check(x, x.bias(term), kernel)
+
+
 @pytest.mark.parametrize(("n", "m"), [(128, 64), (70, 65)])
 @pytest.mark.parametrize("scale", [-0.4, 0.3, -1e-3, 0.0])
 def test_factors_in_half_precision(

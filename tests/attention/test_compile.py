@@ -181,6 +181,21 @@ def test_autocast_changes_nothing(dtype: torch.dtype, backend: str, device: torc
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("mixed", ["q", "k", "v"])
+def test_autocast_casts_what_differs(mixed: str, device: torch.device) -> None:
+    """As torch's attention does; without it different dtypes are an error."""
+    x = Inputs(device, torch.float32, n=20)
+    own = {name: getattr(x, name) for name in "qkv"}
+    short = {name: t.bfloat16() for name, t in own.items()}
+    given = {**short, mixed: own[mixed]}
+    with torch.autocast(device.type, torch.bfloat16):
+        out = flashbias_attention(**given, backend="sdpa")
+        assert torch.equal(out, flashbias_attention(**short, backend="sdpa"))
+    assert out.dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="share dtype"):
+        flashbias_attention(**given, backend="sdpa")
+
+
 @pytest.mark.parametrize("target", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("prepared", [False, True])
 def test_autocast_changes_nothing_where_entries_start_elsewhere(

@@ -144,3 +144,13 @@ def test_without_room_for_a_reference_times_are_shown_and_not_judged(monkeypatch
     first, second, *_ = site_rows(call, lambda: call.v * float("nan"), timing)
     assert (first.status, first.verdict) == ("wrong", "not finite")
     assert (second.status, second.verdict) == ("measured", "not judged: out of memory")
+
+
+def test_a_bias_is_rounded_alike_for_whoever_hides_keys_otherwise() -> None:
+    """ALiBi in half precision: where hidden keys count for the largest of a row, those that are
+    visible are far from it, and lose their digits."""
+    call = make_call(alibi(), n=256, dtype=torch.bfloat16, causal=True)
+    seen = torch.ones(256, 256, dtype=torch.bool).tril()
+    with_causal, without = (peers.dense_mask(call, with_causal=own) for own in (True, False))
+    assert torch.equal(with_causal[..., seen], without[..., seen])
+    assert without.isfinite().all() and with_causal[..., ~seen].isneginf().all()

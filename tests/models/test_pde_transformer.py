@@ -207,3 +207,41 @@ def test_the_relative_error() -> None:
     truth = torch.tensor([[[3.0], [4.0]], [[1.0], [0.0]]])
     found = torch.tensor([[[3.0], [4.0]], [[1.0], [0.5]]])
     assert torch.equal(relative_error(found, truth), torch.tensor([0.0, 0.5]))
+
+
+def test_half_precision_keeps_the_gradients_of_weights() -> None:
+    """A part of the distance that softmax ignores must stay among the factors: rounded rows of the
+    gradient of scores do not add up to nothing, and meet |x|^2 of the whole set."""
+    torch.manual_seed(0)
+    points = torch.rand(1, 200, 3) * 4
+    distances = Distances.of(points)
+    assert distances.phi_q.shape[-1] == 5
+    q, k, v, dout = (torch.randn(1, 2, 200, 16) for _ in range(4))
+    weight = torch.rand(1, 2, 200) * 8
+
+    def gradient(dtype: torch.dtype, backend: str) -> Tensor:
+        wide = torch.promote_types(dtype, torch.float32)
+        own = weight.to(wide).requires_grad_()
+        where = Distances.of(points.to(wide))
+        attend = FusedAttend(backend=backend)
+        attend(*(x.to(dtype) for x in (q, k, v)), where, own).backward(dout.to(dtype))
+        assert own.grad is not None
+        return own.grad.double()
+
+    truth = gradient(torch.float64, "eager")
+    away = (gradient(torch.bfloat16, "sdpa") - truth).norm() / truth.norm()
+    assert away < 0.02
+
+
+def test_double_precision_throughout() -> None:
+    model = PDETransformer(PDEConfig(layers=1, channels=16, heads=2, feedforward=8)).double()
+    out = model(torch.rand(1, 9, 3).double(), torch.rand(1, 9, 1).double())
+    assert out.dtype == torch.float64 and out.isfinite().all()
+
+
+@pytest.mark.parametrize("known", [None, 2])
+def test_other_inputs_are_an_error(known: int | None) -> None:
+    model = PDETransformer(PDEConfig(layers=1, channels=16, heads=2, feedforward=8))
+    values = None if known is None else torch.rand(1, 9, known)
+    with pytest.raises(UsageError, match="3 dimensions with 1 values each"):
+        model(torch.rand(1, 9, 3), values)

@@ -169,6 +169,32 @@ def test_ratios(tmp_path: Path) -> None:
     assert os.path.getsize(tmp_path / "table.png") > 0
 
 
+def test_no_clock_is_mixed_with_another(tmp_path: Path) -> None:
+    """What has no graph is compared by calls, beside what has one: the one that takes least."""
+    file = tmp_path / "table.csv"
+    rows = [("ours", "1.0", "2.0"), ("flex, dense", "", "1.5"), ("closed form", "3.0", "9.0"),
+            ("cudnn, no bias", "0.8", "1.0")]  # fmt: skip
+    with file.open("w", newline="") as lines:
+        writer = csv.DictWriter(lines, script.FIELDS)
+        writer.writeheader()
+        for peer, step, call in rows:
+            row = {"shape": "a", "bias": "trained", "peer": peer, "state": "ok", "card": "x"}
+            writer.writerow({**row, "step_ms": step, "call_ms": call})
+    (found,) = backward_figure.ratios(file)
+    assert (found["with"], found["ratio_with"]) == ("flex, dense, in calls", 0.75)
+    assert (found["without"], found["ratio_without"]) == ("cudnn, no bias", 0.8)
+
+
+def test_a_lost_card_is_the_fault_of_who_lost_it() -> None:
+    """Whatever wraps the failure: peers that come after it would be blamed."""
+    for problem in (
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+        ValueError("CUDA error: unspecified launch failure"),
+    ):
+        assert script._state(problem) == script.CRASHED
+    assert script._state(RuntimeError("No available kernel.")).startswith("RuntimeError")
+
+
 def test_want_of_memory_beside_other_commands_is_no_row(
     options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

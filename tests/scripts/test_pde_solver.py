@@ -267,3 +267,23 @@ def test_want_of_memory_beside_others_is_no_row(
 
 def _lacking() -> None:
     pass
+
+
+def test_the_matrix_of_distances_is_made_once_for_all_layers() -> None:
+    from flashbias_convert.models.pde_transformer import Distances
+
+    points = torch.rand(2, 30, 3) + 100  # far away: |x|^2 + |y|^2 - 2 x.y would be rounded off
+    squares = pde_peers.Squares()
+    where = Distances.of(points)
+    found = squares.of(where)
+    truth = torch.cdist(points.double(), points.double()).square()[:, None]
+    assert torch.allclose(found.double(), truth, atol=1e-5) and squares.of(where) is found
+    assert squares.of(Distances.of(points + 1)) is not found
+    weight = torch.rand(2, 4, 30, requires_grad=True)
+    bias = squares.bias(where, weight, torch.bfloat16)
+    assert bias.shape == (2, 4, 30, 30) and bias.dtype == torch.bfloat16
+    bias.float().sum().backward()
+    assert weight.grad is not None
+    torch.testing.assert_close(
+        weight.grad.double(), -truth.sum(-1).expand(-1, 4, -1), rtol=1e-2, atol=1e-3
+    )
