@@ -83,10 +83,12 @@ def calibrate(small: bool, place: torch.device) -> tuple[Any, int]:
     from flashbias_convert import inspect_model
     from flashbias_convert.calibration import calibrate_model
 
-    # few of them, and half of the stages: it is run four times, each choice of ranks has kernels of
-    # its own to be compiled, and how well it chooses is not the question
+    # half of the stages: each choice of ranks has kernels of its own to be compiled, and how well
+    # it chooses is not the question. Images are as many as a calibration has, so that their runs,
+    # which are shared out, take longer than what each process does for itself
     model, x = make("swin", "small" if small else "tiny", stages=2)
-    model, batches = model.to(place), list(x[:8].to(place).split(4 if small else 1))
+    images = x.repeat(3, 1, 1, 1) if small else x[:8]
+    model, batches = model.to(place), list(images.to(place).split(4 if small else 1))
 
     def job(group: Any) -> dict[str, Any]:
         plan = calibrate_model(model, batches, max_output_error=0.02, group=group)
