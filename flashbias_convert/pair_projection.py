@@ -7,10 +7,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.modules import module as module_calls
 
 from .attention.backends import device_problem
 from .attention.projection import fits, project_pairs
 
+#: classes with a forward of their own that computes a linear layer, or a layer norm in fp32, where
+#: `precision` says nothing else: Boltz 2.2, OpenFold 2.2, OpenFold 3 0.5 and Protenix 2.0
+_LINEAR_LAYERS = {
+    "boltz.model.layers.triangular_attention.primitives.Linear",
+    "openfold.model.primitives.Linear",
+    "openfold3.core.model.primitives.linear.Linear",
+    "protenix.model.modules.primitives.Linear",
+    "protenix.model.triangular.layers.OpenfoldLinear",
+}
+_NORMS = {
+    "boltz.model.layers.triangular_attention.primitives.LayerNorm",
+    "openfold.model.primitives.LayerNorm",
+    "openfold3.core.model.primitives.normalization.LayerNorm",
+    "protenix.model.layer_norm.layer_norm.FusedLayerNorm",
+    "protenix.model.triangular.layers.OpenFoldLayerNorm",
+}
 #: backends of a site under which its own layers are asked, as references are
 _WITHOUT_KERNELS = ("eager", "sdpa")
 
@@ -20,8 +37,9 @@ def projected_pairs(
 ) -> Tensor:
     """``linear(norm(z))`` with the heads in front, shape (*batch, H, N, M).
 
-    By the kernel for calls without gradients on a card, where both layers are what they were built
-    as: hooks, adapters, quantised weights and whatever else stands in their place are asked.
+    By the kernel for calls without gradients on a card, where both layers are of a class that is
+    known and nothing has changed them: others, hooks, adapters, quantised weights and whatever else
+    stands in their place are asked.
 
     Args:
         site: the attention, patched or not.
@@ -31,14 +49,17 @@ def projected_pairs(
     """
     if _by_kernel(site, z, linear, norm):
         layer: Any = linear
-        given: Any = (None, None, 1e-5) if norm is None else (norm.weight, norm.bias, norm.eps)
+        given: Any = (None, None, 1e-5)
+        if norm is not None:
+            own = norm._parameters
+            given = (own.get("weight"), own.get("bias"), norm.eps)
         scale, shift, eps = given
         return project_pairs(
             z, scale, shift, layer.weight, layer.bias,
             eps=eps, norms=norm is not None, dtype=_dtype(z),
         )  # fmt: skip
-    own: Tensor = linear(z if norm is None else norm(z))
-    return own.movedim(-1, -3)
+    projected: Tensor = linear(z if norm is None else norm(z))
+    return projected.movedim(-1, -3)
 
 
 def _dtype(z: Tensor) -> torch.dtype:
@@ -51,30 +72,63 @@ def _by_kernel(site: Any, z: Tensor, linear: nn.Module, norm: nn.Module | None) 
     terms = getattr(site, "score_bias", None)
     if terms is None or terms.backend in _WITHOUT_KERNELS:
         return False
-    if not _is_plain(linear) or not isinstance(linear, nn.Linear):
-        return False
-    if norm is not None and not _is_plain(norm):
+    if not _is_linear(linear) or not (norm is None or _is_norm(norm, z.shape[-1])):
         return False
     tensors = [z, *(t for layer in (linear, norm) for t in _weights(layer))]
     if any(type(t) not in (Tensor, nn.Parameter) or t.device != z.device for t in tensors):
         return False
-    mixed = not torch.is_autocast_enabled(z.device.type) and linear.weight.dtype != z.dtype
-    if mixed or not fits(z, linear.weight, _dtype(z)):
+    if not _same_dtype(z, linear) or not fits(z, linear.weight, _dtype(z)):  # type: ignore[arg-type]
         return False
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return False
     return not _is_transformed() and device_problem(z.device) is None
 
 
+def _same_dtype(z: Tensor, linear: nn.Module) -> bool:
+    """Whether the layer itself takes such pairs, and gives what `_dtype` says."""
+    if not torch.is_autocast_enabled(z.device.type):
+        return linear.weight.dtype == z.dtype
+    # OpenFold's layers leave autocast for bf16, and give bf16
+    own = type(linear).forward is not nn.Linear.forward
+    return not (own and z.dtype == torch.bfloat16 and _dtype(z) != z.dtype)
+
+
 def _weights(layer: nn.Module | None) -> list[Tensor]:
-    return [] if layer is None else [t for t in (layer.weight, layer.bias) if t is not None]  # type: ignore[misc]
+    return [] if layer is None else [t for t in layer._parameters.values() if t is not None]
 
 
-def _is_plain(layer: nn.Module) -> bool:
-    """Whether nothing but its own forward runs in a call, on its own weight and bias."""
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks)
-    taken = "forward" in layer.__dict__ or "_hf_hook" in layer.__dict__
-    return not taken and not any(hooks) and not layer._modules
+def _is_linear(layer: nn.Module) -> bool:
+    known = type(layer).forward is nn.Linear.forward or _name(layer) in _LINEAR_LAYERS
+    return known and _is_untouched(layer) and getattr(layer, "precision", None) is None
+
+
+def _is_norm(layer: nn.Module, channels: int) -> bool:
+    known = type(layer).forward is nn.LayerNorm.forward or _name(layer) in _NORMS
+    if not known or not _is_untouched(layer):
+        return False
+    shape = getattr(layer, "normalized_shape", None) or getattr(layer, "c_in", None)
+    return shape == (channels,)
+
+
+def _is_untouched(layer: nn.Module) -> bool:
+    """Whether a call runs the forward of its class alone, on a weight and a bias at most."""
+    own = {"weight", "bias"}.issuperset(layer._parameters) and not layer._modules
+    return own and is_uncalled(layer)
+
+
+def is_uncalled(module: nn.Module) -> bool:
+    """Whether nobody would notice that a module is not called: no hooks, no forward of its own."""
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module_calls._global_forward_hooks,
+        module_calls._global_forward_pre_hooks,
+    )
+    return not any(hooks) and "forward" not in module.__dict__ and "_hf_hook" not in module.__dict__
+
+
+def _name(layer: nn.Module) -> str:
+    return f"{type(layer).__module__}.{type(layer).__qualname__}"
 
 
 def _is_transformed() -> bool:

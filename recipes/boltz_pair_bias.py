@@ -16,7 +16,7 @@ from flashbias_convert.causal_owner import bound_arguments
 from flashbias_convert.decompose.pair_times import Pairs
 from flashbias_convert.pair_attention import PairAttention, PairCall, described
 from flashbias_convert.pair_features import pair_features
-from flashbias_convert.pair_projection import projected_pairs
+from flashbias_convert.pair_projection import is_uncalled, projected_pairs
 from flashbias_convert.recipe import Description, Observed, Recipe, Site
 
 
@@ -83,7 +83,8 @@ def pair_bias_call(module: Any, arguments: Mapping[str, Any]) -> tuple[Tensor, P
 def _projected(module: Any, z: Tensor) -> Tensor:
     """(B, H, N, M); what is not a norm, a linear layer and heads in front is asked itself."""
     layers = list(module.proj_z) if type(module.proj_z) is nn.Sequential else []
-    if len(layers) != 3 or type(layers[0]) is not nn.LayerNorm or module.proj_z._forward_hooks:
+    usual = len(layers) == 3 and getattr(layers[2], "pattern", None) == "b ... h -> b h ..."
+    if not usual or not is_uncalled(module.proj_z) or not is_uncalled(layers[2]):
         made: Tensor = module.proj_z(z)
         return made
     return projected_pairs(module, z, layers[1], layers[0])

@@ -116,6 +116,35 @@ def trained(linear: nn.Linear, norm: nn.Module) -> nn.Module:
     return linear.requires_grad_()
 
 
+class LoRALinear(nn.Linear):
+    """As loralib's, whose matrices are parameters of the layer itself."""
+
+    def __init__(self) -> None:
+        super().__init__(C, H)
+        self.lora_A, self.lora_B = (nn.Parameter(torch.randn(*s)) for s in ((2, C), (H, 2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x @ self.lora_A.T @ self.lora_B.T
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class ZeroCentred(nn.LayerNorm):
+    """Its scale is stored without the one that is added to it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, (C,), 1 + self.weight, self.bias, self.eps)
+
+
+class Precise(nn.Linear):
+    """As OpenFold's, which can ask for another precision."""
+
+    precision = torch.float64
+
+
 CHANGES: dict[str, Callable[[Any, Any], nn.Module]] = {
     "hook": hooked,
     "own forward": own_forward,
@@ -123,6 +152,16 @@ CHANGES: dict[str, Callable[[Any, Any], nn.Module]] = {
     "adapter": lambda linear, norm: Adapter(linear),
     "subclass": subclassed,
     "gradients": trained,
+    "LoRA": lambda linear, norm: LoRALinear().requires_grad_(False),
+    "own class": lambda linear, norm: Scaled(C, H).requires_grad_(False),
+    "precision": lambda linear, norm: Precise(C, H).requires_grad_(False),
+    "weight norm": lambda linear, norm: nn.utils.parametrizations.weight_norm(linear),
+}
+NORMS = {
+    "zero-centred": lambda: ZeroCentred(C),
+    "RMS": lambda: nn.RMSNorm(C),
+    "none": nn.Identity,
+    "of a map": lambda: nn.LayerNorm((N, C)),
 }
 
 
@@ -134,6 +173,36 @@ def test_layers_that_are_more_than_their_weights_are_asked(
     linear = CHANGES[change](linear, norm)
     out = projected_pairs(site(), pairs(), linear, norm)
     assert not calls and torch.equal(out, linear(norm(pairs())).movedim(-1, -3))
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_other_norms_are_asked(name: str, calls: list[Tensor]) -> None:
+    linear, _ = layers()
+    norm: nn.Module = NORMS[name]().requires_grad_(False)
+    out = projected_pairs(site(), pairs(), linear, norm)
+    assert not calls and torch.equal(out, linear(norm(pairs())).movedim(-1, -3))
+
+
+def test_hooks_of_all_modules_are_called(calls: list[Tensor]) -> None:
+    linear, norm = layers()
+    handle = nn.modules.module.register_module_forward_hook(lambda module, given, out: out + 1)
+    try:
+        projected_pairs(site(), pairs(), linear, norm)
+        assert not calls
+    finally:
+        handle.remove()
+
+
+def test_it_is_compiled_whole(calls: list[Tensor]) -> None:
+    linear, norm = layers()
+    where = site("sdpa")
+    run = torch.compile(projected_pairs, backend="eager", fullgraph=True)
+    assert torch.equal(
+        run(where, pairs(), linear, norm), projected_pairs(where, pairs(), linear, norm)
+    )
+    where = site()
+    out = run(where, pairs(), linear, norm)
+    assert calls and torch.allclose(out, linear(norm(pairs())).movedim(-1, -3), atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa", None])

@@ -453,6 +453,29 @@ def test_pairs_are_projected_by_the_kernel(package: str, monkeypatch: pytest.Mon
         assert torch.equal(model(**inputs), exact) and len(seen) == 1
 
 
+@pytest.mark.parametrize("package", ["boltz1", "boltz2"])
+@pytest.mark.parametrize("place", ["before", "after", "forward", "heads"])
+def test_boltz_projections_that_are_watched_are_called(
+    package: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = in_trunk(package)
+    monkeypatch.setattr(pair_projection, "project_pairs", lambda *_, **__: pytest.fail("kernel"))
+    monkeypatch.setattr(pair_projection, "device_problem", lambda device: None)
+    whole: Any = model[0].proj_z
+    if place == "before":
+        whole.register_forward_pre_hook(lambda *_: None)
+    elif place == "after":
+        whole.register_forward_hook(lambda *_: None)
+    elif place == "heads":
+        whole[2].register_forward_hook(lambda module, given, out: out + 3)
+    else:
+        whole.forward = lambda z: whole[2](whole[1](whole[0](z))) * 2
+    with torch.no_grad():
+        plain = model(**inputs)
+        patch_model(model)
+        assert (model(**inputs) - plain).abs().max() < 1e-5 * plain.abs().max()
+
+
 @pytest.mark.parametrize("package", ["boltz1", "boltz2", "protenix", "openfold3"])
 def test_in_a_diffusion_they_do_not(package: str) -> None:
     model: Any = {
