@@ -93,8 +93,8 @@ def describe(site: Site) -> Description:
     module: Any = site.module
     if hasattr(module, "n_query"):
         raise UnsupportedSite("it attends between windows of atoms")
-    channels = module.linear_z.weight.shape[1]
-    pairs = Pairs(channels, "norm and linear" if hasattr(module, "layer_norm_z") else "linear")
+    channels, normed = module.linear_z.weight.shape[1], hasattr(module, "layer_norm_z")
+    pairs = Pairs(channels, "norm and linear" if normed else "linear", normed=normed)
     return described(module.mha.no_heads, site.tokens, module.mha.c_hidden, pairs)
 
 

@@ -94,7 +94,7 @@ def describe(site: Site) -> Description:
     module: Any = site.module
     if not module.pair_bias:
         raise NoBias("it attends without pair bias")
-    pairs = Pairs(module.linear_z.weight.shape[1], "norm and linear", SEQUENCES)
+    pairs = Pairs(module.linear_z.weight.shape[1], "norm and linear", SEQUENCES, normed=True)
     return described(module.no_heads, site.tokens, module.c_hidden, pairs)
 
 

@@ -105,7 +105,7 @@ def describe(site: Site) -> Description:
     module: Any = site.module
     if module.cross_attention_mode:
         raise UnsupportedSite("it attends between windows of atoms")
-    pairs = Pairs(module.linear_nobias_z.weight.shape[1], "norm and linear")
+    pairs = Pairs(module.linear_nobias_z.weight.shape[1], "norm and linear", normed=True)
     return described(module.n_heads, site.tokens, module.attention.c_hidden, pairs)
 
 

@@ -7,7 +7,8 @@ bf16, one structure with a padding mask, heads of 32, by CUDA graph replays. A r
 attention takes more than the same call with its term there already: "linear" projects pairs and
 lays the bias out for the kernel, "norm and linear" has a layer norm before it, "laying out" gets
 the projected bias, heads last. "networks" is the mean over rows and columns of pairs, and two
-networks with hidden layers of 256. Differences below nothing, which are noise, are 0.
+networks with hidden layers of 256. "norm" is torch's layer norm of the pairs alone. Differences
+below nothing, which are noise, are 0.
 
 Writes the table that fits of networks count with, `flashbias_convert/decompose/pair_times.csv`, row
 by row; --resume keeps the rows of other classes of cards, and does not measure again those of this
@@ -32,7 +33,7 @@ from flashbias_convert import Dense, ScoreBias
 from flashbias_convert.attention import PreparedBias, flashbias_attention
 from flashbias_convert.cost_tables import CLASSES
 from flashbias_convert.decompose.factor_networks import FactorNetworks
-from flashbias_convert.decompose.pair_times import FIELDS, KEY, NETWORKS, Place
+from flashbias_convert.decompose.pair_times import FIELDS, KEY, NETWORKS, NORM, Place
 from flashbias_convert.pair_features import pair_features
 from flashbias_convert.pair_projection import projected_pairs
 
@@ -92,9 +93,17 @@ def calls(place: Place, n: int, device: str) -> tuple[Callable[[], Tensor], Call
     )
 
 
+def norm_call(channels: int, n: int, device: str) -> Callable[[], Tensor]:
+    """torch's layer norm of all pairs."""
+    norm, z = nn.LayerNorm(channels).to(device, torch.bfloat16), pairs(channels, n, device)
+    return lambda: norm(z)
+
+
 def places(options: argparse.Namespace) -> Iterator[Job]:
     """All that is measured."""
     for n in options.lengths:
+        for channels in options.channels:
+            yield (NORM, channels, 0, 0), n
         for heads in options.heads:
             for channels in options.channels:
                 for what in ("linear", "norm and linear"):
@@ -121,6 +130,9 @@ def time_ms(call: Callable[[], Tensor]) -> float:
 @torch.no_grad()
 def measured(job: Job, device: str) -> dict[str, str]:
     """What a row says of its time."""
+    (what, channels, *_), n = job
+    if what == NORM:
+        return {"ms": f"{time_ms(norm_call(channels, n, device)):.4f}"}
     whole, without = (time_ms(call) for call in calls(*job, device))
     return {"ms": f"{max(0.0, whole - without):.4f}"}
 

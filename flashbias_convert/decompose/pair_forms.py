@@ -195,8 +195,8 @@ def networks_in_words(n: int, m: int, rank: int, site: PairSite) -> str | None:
     if own is not None and dense is not None:
         return (
             f"networks of rank {rank} take {own:.2g} ms of a call at {n} tokens, with what their "
-            f"factors cost the kernel, and the bias as it is {dense:.2g}, by times measured on "
-            "Hopper"
+            f"factors cost the kernel, and the bias as it is {dense:.2g}, estimated from times "
+            "on Hopper"
         )
     return (
         f"its factors of rank {rank} (padded {costs.rank_bucket(rank)}) add "

@@ -2,7 +2,8 @@
 
 `scripts/measure_pair_times.py` makes the table, `pair_times.csv`: what a call of attention takes
 more on the card than the same call with terms that are there already. Each row says what was
-measured, and where.
+measured, and where. Those of the norm are differences of what the script measured while torch's
+layers projected pairs.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ FIELDS = ("what", "channels", "heads", "rank", "n", "ms", "class", "card", "torc
 KEY = ("what", "channels", "heads", "rank", "n", "class")
 #: what a call does for a dense bias that it need not do where networks serve
 Saved = Literal["laying out", "linear", "norm and linear"]
-NETWORKS = "networks"
-#: of a curve: (what, channels, heads, rank); a dense bias has rank 0, and one that is only laid out
-#: is made from 0 channels
+NETWORKS, NORM = "networks", "norm"
+#: of a curve: (what, channels, heads, rank); a dense bias has rank 0, one that is only laid out is
+#: made from 0 channels, and a norm has no heads
 Place = tuple[str, int, int, int]
 
 
@@ -38,8 +39,8 @@ class Pairs:
         channels: C of the pair representation, (N, N, C), that networks read.
         saves: what is left out where networks serve: the linear layer that projects the pairs,
             the norm before it, too, if the kernel that projects does that as well, or, where the
-            site gets its bias ready, only to lay it out. Networks that read normed pairs need a
-            norm of their own, which is not counted.
+            site gets its bias ready, only to lay it out.
+        normed: networks read the pairs behind a norm that nothing else needs.
         rows: how many rows of tokens attend with one bias; None says as many as there are tokens,
             as in triangle attention.
     """
@@ -47,6 +48,7 @@ class Pairs:
     channels: int
     saves: Saved
     rows: int | None = 1
+    normed: bool = False
 
     def rows_of(self, n: int) -> int:
         """Rows that attend with one bias of n tokens."""
@@ -72,11 +74,14 @@ def dense_ms(pairs: Pairs, heads: int, n: int) -> float:
 def networks_ms(pairs: Pairs, heads: int, rank: int, n: int) -> float:
     """Milliseconds that factor networks take for n tokens, their features included.
 
+    With a padding mask, without which their features take less time.
+
     Args:
         pairs, heads, n: see `dense_ms`.
         rank: of every head.
     """
-    return _looked_up(NETWORKS, pairs.channels, heads, rank, n)
+    norm = _looked_up(NORM, pairs.channels, 0, 0, n) if pairs.normed else 0.0
+    return norm + _looked_up(NETWORKS, pairs.channels, heads, rank, n)
 
 
 def _looked_up(what: str, channels: int, heads: int, rank: int, n: int) -> float:

@@ -35,7 +35,6 @@ class Collected:
         seen: how many came.
         samples: those that are kept.
         origins: for each, the batch and the entry of it.
-        longest: most tokens of a call, padding included.
     """
 
     most: int
@@ -43,7 +42,6 @@ class Collected:
     seen: int = 0
     samples: list[Sample] = field(default_factory=list)
     origins: list[tuple[int, int]] = field(default_factory=list)
-    longest: int = 0
     _random: random.Random = field(default_factory=lambda: random.Random(0))
 
     def add(self, sample: Sample, origin: tuple[int, int]) -> None:
@@ -57,18 +55,34 @@ class Collected:
         if at < self.most:
             self.samples[at], self.origins[at] = sample, origin
 
-    def split(self) -> tuple[list[Sample], list[Sample], bool]:
+    @property
+    def longest(self) -> int:
+        """Most tokens of a sample; padding does not count."""
+        return max((tokens_of(sample) for sample in self.samples), default=0)
+
+    def split(self, start: int = 1) -> tuple[list[Sample], list[Sample], bool]:
         """Samples to train on, samples that judge, and whether no input is on both sides.
 
-        One input in eight judges, the last ones; a single input has to do both.
+        One input in eight judges, the last ones of those that have so many tokens as networks will
+        serve, if there are any; a single one has to do both.
+
+        Args:
+            start: tokens from which on networks serve.
         """
-        inputs = sorted(set(self.origins))
-        if len(inputs) < 2:
-            return self.samples, self.samples, False
-        judging = set(inputs[-max(1, len(inputs) // 8) :])
         pairs = list(zip(self.samples, self.origins, strict=True))
+        served = {origin for sample, origin in pairs if tokens_of(sample) >= start}
+        inputs = sorted(served or set(self.origins))
+        if len(inputs) < 2:
+            judges = [sample for sample, origin in pairs if origin in set(inputs)]
+            return self.samples, judges, False
+        judging = set(inputs[-max(1, len(inputs) // 8) :])
         train = [sample for sample, origin in pairs if origin not in judging]
         return train, [sample for sample, origin in pairs if origin in judging], True
+
+
+def tokens_of(sample: Sample) -> int:
+    """Queries that count."""
+    return sample.bias.shape[-2]
 
 
 def collect(
@@ -101,7 +115,6 @@ def collect(
             seen = observe(module, *args, **kwargs)
         except Exception as error:  # the recipe's, not that of the model or of its inputs
             raise ObservationError(f"what it sees cannot be told: {error}") from error
-        found.longest = max(found.longest, seen.x_q.shape[-2])
         for entry, sample in _samples(seen, attention):
             found.add(sample, (number, entry))
 

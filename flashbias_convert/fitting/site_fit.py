@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..builders import with_builders
+from ..decompose.costs import BUCKETS
 from ..decompose.decision import HeadDecision
 from ..decompose.factor_networks import FactorNetworks
 from ..decompose.neural import Check, FitResult, fit
@@ -22,7 +23,7 @@ from ..inspection import find_site, leave_no_trace
 from ..plan import SitePlan, Status
 from ..recipe import Description, Recipe, Registry
 from ..terms import ScoreBias
-from .collect import Collected, ObservationError, collect, cropped
+from .collect import Collected, ObservationError, collect, cropped, tokens_of
 
 #: called with the name of a site after every look at its fit
 Progress = Callable[[str, Check], None]
@@ -77,8 +78,11 @@ class SiteFit:
         start = self._start(description)
         if start is None:
             return self._as_it_is(
-                f"up to {STARTS[-1]} tokens networks of rank {self.rank} are slower than the bias "
-                "as it is, by times measured on Hopper; --from-tokens 1 fits them all the same"
+                f"no kernel takes factors of rank {self.rank}, at most {BUCKETS[-1]}"
+                if self.rank > BUCKETS[-1]
+                else f"up to {STARTS[-1]} tokens networks of rank {self.rank} are slower than the "
+                "bias as it is, estimated from times on Hopper; --from-tokens 1 fits them all the "
+                "same"
             )
         attention = self.options.loss == "attention"
         try:
@@ -88,7 +92,7 @@ class SiteFit:
         except ObservationError as error:
             return _unfitted(self.site, str(error), "failed")
         if not found.samples:
-            return _unfitted(self.site, "it did not run on these inputs")
+            return _unfitted(self.site, "it did not run on these inputs, or on single tokens alone")
         longest = found.longest
         if self.from_tokens is None and start > longest:
             return self._as_it_is(
@@ -128,7 +132,7 @@ class SiteFit:
         state: Path | None,
         progress: Progress | None,
     ) -> SitePlan:
-        train, judges, apart = found.split()
+        train, judges, apart = found.split(start)
         here = torch.device(device) if device is not None else train[0].bias.device
         try:
             for sample in found.samples:
@@ -147,10 +151,16 @@ class SiteFit:
         except DecompositionError as error:
             return _unfitted(self.site, str(error), "failed")
         result.networks.from_tokens = start
-        return self._planned(result, found, apart, description)
+        judged = max(map(tokens_of, judges))
+        return self._planned(result, found, judged, apart, description)
 
     def _planned(
-        self, result: FitResult, found: Collected, apart: bool, description: Description
+        self,
+        result: FitResult,
+        found: Collected,
+        judged: int,
+        apart: bool,
+        description: Description,
     ) -> SitePlan:
         size = max(sample.bias.shape[-1] for sample in found.samples)
         queries = max(sample.bias.shape[-2] for sample in found.samples)
@@ -164,7 +174,7 @@ class SiteFit:
             m=size,
             warnings=(
                 *self.site.warnings,
-                *self._warnings(result, queries, size, apart, description),
+                *self._warnings(result, (queries, size), judged, apart, description),
             ),
             forms=forms(queries, size, pair_site(description)) if self.site.forms else (),
         )
@@ -184,7 +194,12 @@ class SiteFit:
         )
 
     def _warnings(
-        self, result: FitResult, n: int, m: int, apart: bool, description: Description
+        self,
+        result: FitResult,
+        sizes: tuple[int, int],
+        judged: int,
+        apart: bool,
+        description: Description,
     ) -> list[str]:
         found = []
         if not apart:
@@ -192,11 +207,11 @@ class SiteFit:
         if not result.reached:
             return found
         start = result.networks.from_tokens
-        too_dear = networks_in_words(n, m, self.rank, pair_site(description))
-        if start > n:
+        too_dear = networks_in_words(*sizes, self.rank, pair_site(description))
+        if start > judged:
             found.append(
-                f"its networks were judged on inputs of up to {n} tokens, and serve calls with "
-                f"{start} and more; all others keep the bias as it is"
+                f"its networks were judged on inputs of up to {judged} tokens, and serve "
+                f"calls with {start} and more; all others keep the bias as it is"
             )
         elif too_dear is not None:
             found.append(too_dear)

@@ -83,6 +83,16 @@ def test_where_networks_pay_by_the_measurements_of_the_package() -> None:
     assert [TRIANGLE.networks_from(rank) for rank in (32, 64, 96)] == [2048, 3072, None]
 
 
+def test_a_norm_of_their_own_is_counted() -> None:
+    """OpenFold's rows of alignments: networks would win if it were for nothing."""
+    own, free = (
+        PairSite(8, 32, Pairs(128, "norm and linear", 512, normed=n)) for n in (True, False)
+    )
+    assert free.networks_from(32) == 3072 and own.networks_from(32) is None
+    dearer = (own.networks_ms(1024, 1024, 32) or 0) - (free.networks_ms(1024, 1024, 32) or 0)
+    assert dearer == pytest.approx(1.1, abs=0.2)
+
+
 def test_more_queries_than_keys() -> None:
     """Scores are counted as they are; what makes a bias, by the longer side."""
     assert PAIR_BIAS.kernel_ms(512, 256) == pytest.approx(
@@ -151,7 +161,7 @@ def test_words_of_all_that_a_call_does(
     assert networks_in_words(300, 300, 40, site) is None
     assert networks_in_words(100, 100, 40, site) == (
         "networks of rank 40 take 0.2 ms of a call at 100 tokens, with what their factors cost the "
-        "kernel, and the bias as it is 0.1, by times measured on Hopper"
+        "kernel, and the bias as it is 0.1, estimated from times on Hopper"
     )
     assert networks_in_words(300, 300, 300, site) == (
         "no kernel takes factors of rank 300: at most 256"

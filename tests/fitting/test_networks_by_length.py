@@ -23,6 +23,7 @@ from flashbias_convert.decompose.neural_options import FitOptions
 from flashbias_convert.decompose.pair_forms import PairSite
 from flashbias_convert.errors import UsageError
 from flashbias_convert.fitting import site_fit
+from flashbias_convert.fitting.collect import tokens_of
 from flashbias_convert.pair_attention import PairCall
 from flashbias_convert.plan import Plan
 from flashbias_convert.verification.models import is_exact
@@ -185,6 +186,38 @@ def test_files_whose_networks_serve_all_lengths_stay_as_they_were() -> None:
         FactorNetworks.from_config({**old, "from_tokens": 0})
     with pytest.raises(ValueError, match="factor networks have"):
         FactorNetworks.from_config({**old, "other": 1})
+
+
+def lengths(plan: Plan) -> list[str]:
+    (site,) = plan.patched
+    return [w for w in site.warnings if "judged on" in w]
+
+
+def test_inputs_that_networks_serve_are_the_judges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among shorter ones; padding does not count, and a single one has to train, too."""
+    seen: list[list[int]] = []
+
+    def looked_at(*given: Any, **options: Any) -> Any:
+        seen.append([tokens_of(sample) for sample in options["evaluation"]])
+        return run_fit(*given, **options)
+
+    run_fit = site_fit.fit
+    monkeypatch.setattr(site_fit, "fit", looked_at)
+    short = [states(n, seed=n) for n in (6, 7, 8, 6, 7)]
+    long = [states(12, seed=n) for n in (1, 2)]
+    plan = fit_sites(block(), [*long, *short], rank=3, options=ANYTHING, from_tokens=10,
+                     include=["tri_att_end"])  # fmt: skip
+    assert seen.pop() == [12] and not lengths(plan)
+    padded = states(12)
+    padded["mask"] = torch.zeros(2, 12, dtype=torch.long)
+    padded["mask"][:, :6] = 1
+    plan = fit_sites(block(), [padded, *short], rank=3, options=ANYTHING, from_tokens=10,
+                     include=["tri_att_end"])  # fmt: skip
+    assert max(seen.pop()) < 10 and "of up to" in lengths(plan)[0]
+    monkeypatch.setattr(PairSite, "networks_from", lambda *_: 10)
+    (site,) = fit_sites(block(), [padded, *short], rank=3, options=ANYTHING,
+                        include=["tri_att_end"]).patched  # fmt: skip
+    assert site.modules is None and "the inputs have at most 8 tokens" in site.reason
 
 
 def test_recipes_without_another_way_have_networks_at_all_lengths() -> None:

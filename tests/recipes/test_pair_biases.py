@@ -410,7 +410,8 @@ def test_in_a_trunk_networks_see_the_tokens_too(package: str) -> None:
     assert site.modules is not None
     networks: Any = site.modules[FactorNetworks.kind]
     assert networks.q_features == networks.k_features == 2 * PAIR + SINGLE
-    pairs = Pairs(PAIR, "norm and linear")
+    # networks of Boltz read the pairs as they are, those of the others behind their norm
+    pairs = Pairs(PAIR, "norm and linear", normed="boltz" not in package)
     assert site.forms == forms(N, N, PairSite(HEADS, site.head_dim, pairs))
     older = FactorNetworks(2 * PAIR, 2 * PAIR, HEADS, 2, hidden=8)  # of a file from before
     older.initialise(torch.Generator().manual_seed(0))

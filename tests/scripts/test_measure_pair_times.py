@@ -60,18 +60,20 @@ def test_rows_are_read_by_the_package(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
     monkeypatch.setattr(script, "time_ms", time_ms)
     monkeypatch.setattr(script, "calls", calls)
+    monkeypatch.setattr(script, "norm_call", lambda channels, n, device: channels + n)
     monkeypatch.setattr(sys, "argv", ["script", "--output", str(output), *POINTS])
     with pytest.raises(KeyboardInterrupt):
         script.main()
-    assert len(row_file.read(output)) == 2
+    assert len(row_file.read(output)) == 3
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--resume"])
     script.main()
     rows = row_file.read(output)
-    assert len(rows) == 8 and len(timed) == 6 + 2 * 6
+    assert len(rows) == 10 and len(timed) == 6 + 2 * 6 + 1
     found = pair_times.read_times(output.read_text(), "hopper")
     assert found == {
         ("linear", 6, 2, 0): [(8, 0.0), (12, 0.0)],
         ("norm and linear", 6, 2, 0): [(8, 0.0), (12, 0.0)],
         ("laying out", 0, 2, 0): [(8, 0.0), (12, 0.0)],
         ("networks", 6, 2, 3): [(8, 2.0), (12, 2.0)],
+        ("norm", 6, 0, 0): [(8, 14.0), (12, 18.0)],
     }
