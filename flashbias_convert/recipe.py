@@ -78,6 +78,8 @@ class Description:
         depends_on_input: the bias is made from the input of each call, and factor networks can
             be fitted to it, see `fit_sites`; `bias` is None, and the recipe needs `observe`.
             Without `builders`, which serve the bias as it is, a site cannot be converted before.
+        shared: calls have a batch that shares `bias`, all windows of a map for instance, and no
+            mask, also none that comes with a call, no gate and no cosine.
         pairs: what such a bias is made from, so that what calls take can be told; None if that is
             not known.
     """
@@ -92,6 +94,7 @@ class Description:
     builders: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     depends_on_input: bool = False
+    shared: bool = False
     pairs: Pairs | None = None
 
 

@@ -95,7 +95,13 @@ def require_shared_heads(heads: int, table: nn.Embedding | None) -> None:
 
 
 def describe_windows(
-    site: Site, bias: Tensor, index: Tensor, dim: int, warnings: tuple[str, ...] = ()
+    site: Site,
+    bias: Tensor,
+    index: Tensor,
+    dim: int,
+    warnings: tuple[str, ...] = (),
+    *,
+    cosine: bool = False,
 ) -> Description:
     """Attention in windows, and the shift mask that its block keeps.
 
@@ -108,6 +114,7 @@ def describe_windows(
         index: see `Description`.
         dim: of the queries of all heads, H * D.
         warnings: what to say of the bias.
+        cosine: whether its scores are cosines.
     """
     masks, mask_warnings = planned_mask(getattr(site.parent, "attn_mask", None))
     heads, n, m = bias.shape
@@ -120,7 +127,14 @@ def describe_windows(
         index=index,
         exact_terms=masks,
         warnings=warnings + mask_warnings,
+        shared=not cosine and not masks and _is_unshifted(site.parent),
     )
+
+
+def _is_unshifted(block: object) -> bool:
+    """Whether a block of windows says that it never rolls its map, and so needs no mask."""
+    shift = getattr(block, "shift_size", None)
+    return shift is not None and not any(shift if isinstance(shift, list | tuple) else (shift,))
 
 
 def in_float32(module: nn.Module) -> Any:

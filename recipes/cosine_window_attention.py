@@ -75,7 +75,7 @@ def describe(site: Site) -> Description:
         raise UnsupportedSite("its `qkv` is no linear layer without a bias of its own")
     _try_out(module)
     bias, warnings = continuous_bias(module.cpb_mlp, coordinates, index, module.num_heads)
-    return describe_windows(site, bias, index, module.qkv.in_features, warnings)
+    return describe_windows(site, bias, index, module.qkv.in_features, warnings, cosine=True)
 
 
 def _try_out(module: Any) -> None:

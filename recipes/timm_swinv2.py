@@ -87,7 +87,7 @@ def describe(site: Site) -> Description:
     bias, warnings = continuous_bias(
         module.cpb_mlp, module.relative_coords_table, index, module.num_heads
     )
-    return describe_windows(site, bias, index, module.dim, warnings)
+    return describe_windows(site, bias, index, module.dim, warnings, cosine=True)
 
 
 def _check_buffers(module: Any) -> None:

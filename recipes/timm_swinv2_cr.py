@@ -63,7 +63,7 @@ def describe(site: Site) -> Description:
     bias = in_float32(module)._relative_positional_encodings()[0]
     index = get_relative_position_index(*module.window_size).to(bias.device)
     warnings = rounding_warnings(own, bias)
-    return describe_windows(site, bias, index, module.in_features, warnings)
+    return describe_windows(site, bias, index, module.in_features, warnings, cosine=True)
 
 
 recipe = Recipe(

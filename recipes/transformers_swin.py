@@ -59,7 +59,8 @@ def describe(site: Site) -> Description:
     source = module.relative_position_bias
     require_index(source.relative_position_index, source._create_relative_position_index())
     bias = source()[0]
-    masks, warnings = planned_mask(layer_mask(site.parent, bias))
+    mask = layer_mask(site.parent, bias)
+    masks, warnings = planned_mask(mask)
     n = math.prod(source.window_size)
     return Description(
         bias=bias,
@@ -70,6 +71,7 @@ def describe(site: Site) -> Description:
         index=source.relative_position_index.view(n, n),
         exact_terms=masks,
         warnings=warnings,
+        shared=mask is None and getattr(site.parent, "shift_size", None) == 0,
     )
 
 

@@ -4,13 +4,13 @@ python scripts/measure_costs.py [--lengths N ...] [--head-sizes D ...] [--resume
 
 bf16, forward, time on the card (CUDA graph replays). The batch is chosen so that every length has
 about the same number of scores. "dense" is a bias whose tiles nobody shares, as beside a mask or in
-cosine attention; where batch entries do, it costs less. "dense, sdpa" is a dense bias in torch's
-fused attention, what a converted site is compared with. Kernels are compiled in parallel processes
-first. Writes the table that the choice of terms counts with,
-`flashbias_convert/decompose/cost_table.csv`, row by row; --resume keeps the rows of other classes
-of cards, and does not measure again those of this card and these versions. Rows of its class from
-other cards or versions are replaced one by one. `measure_factor_times.py` measures how long factors
-take to make.
+cosine attention; "dense, shared" one whose tiles batch entries may share, at the head sizes where
+they do. "dense, sdpa" is a dense bias in torch's fused attention, what a converted site is compared
+with. Kernels are compiled in parallel processes first. Writes the table that the choice of terms
+counts with, `flashbias_convert/decompose/cost_table.csv`, row by row; --resume keeps the rows of
+other classes of cards, and does not measure again those of this card and these versions. Rows of
+its class from other cards or versions are replaced one by one. `measure_factor_times.py` measures
+how long factors take to make.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import argparse
 import multiprocessing
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -34,6 +35,7 @@ from turns import alone
 from flashbias_convert import Diagonal, ScoreBias
 from flashbias_convert.attention import PreparedBias, flashbias_attention
 from flashbias_convert.cost_tables import CLASSES, FIELDS
+from flashbias_convert.decompose.costs import SHARED_DENSE
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda")
@@ -72,6 +74,8 @@ FORMS: dict[str, Make] = {
 }
 #: A dense bias in torch's fused attention.
 SDPA = "dense, sdpa"
+#: The widest heads whose batch entries share tiles, see `tuning`.
+WIDEST_SHARED = 32
 
 
 def shape_of(n: int, d: int) -> Shape:
@@ -87,14 +91,25 @@ def make_call(n: int, d: int, form: str) -> Callable[[], Tensor]:
     if form == SDPA:
         mask = dense(shape, DEVICE).dense(n, n, dtype=torch.bfloat16)
         return lambda: F.scaled_dot_product_attention(q, k, v, mask[None])
-    bias = PreparedBias(FORMS[form](shape, DEVICE))
+    make = dense if form == SHARED_DENSE else FORMS[form]
+    bias = PreparedBias(make(shape, DEVICE))
     return lambda: flashbias_attention(q, k, v, bias, backend="triton")
+
+
+def sharing(form: str) -> AbstractContextManager[object]:
+    """Inside, batch entries share tiles in the form alone that is about that."""
+    return nullcontext() if form == SHARED_DENSE else apart()
+
+
+def forms_at(head_size: int) -> list[str]:
+    """What is measured at a head size."""
+    return [*FORMS, *([SHARED_DENSE] if head_size <= WIDEST_SHARED else []), SDPA]
 
 
 def compile_one(job: Job) -> None:
     """Compile what a job launches; failures show again when it is timed."""
     try:
-        with apart():
+        with sharing(job[2]):
             make_call(*job)()
         torch.cuda.synchronize()
     except Exception as problem:
@@ -104,7 +119,7 @@ def compile_one(job: Job) -> None:
 def measured(job: Job) -> dict[str, str]:
     """What a row says of its time."""
     n = job[0]
-    with apart():
+    with sharing(job[2]):
         ms = time_ms(make_call(*job))
     scores = shape_of(*job[:2]).batch[0] * HEADS * n * n
     return {"ms": f"{ms:.4f}", "ps_per_score": f"{1e9 * ms / scores:.4f}"}
@@ -133,8 +148,9 @@ def main() -> None:
              "triton": triton.__version__}  # fmt: skip
     key = ("head_size", "n", "form", "class")
     table = RowFile(options.output, FIELDS, key=key, versions=VERSIONS, resume=options.resume)
-    forms = [*FORMS, SDPA]
-    jobs = [(n, d, form) for d in options.head_sizes for n in options.lengths for form in forms]
+    jobs = [
+        (n, d, form) for d in options.head_sizes for n in options.lengths for form in forms_at(d)
+    ]
     jobs = [job for job in jobs if table.find(facts(job, where)) is None]
     if not jobs:
         return

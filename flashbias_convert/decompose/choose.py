@@ -11,7 +11,7 @@ from ..errors import UsageError
 from ..options import DecomposeOptions
 from ..terms import ScoreBias, Term
 from .candidates import NO_TERM, Candidate, exact_candidates
-from .costs import SHORTEST_N, rank_bucket
+from .costs import SHORTEST_N, rank_bucket, shared_dense_cost
 from .decision import Decomposition
 from .exact import dense_term, is_row_constant
 from .head_tables import Tables, find_tables, select
@@ -28,6 +28,7 @@ def decompose(
     index: Tensor | None = None,
     visible: Tensor | None = None,
     head_dim: int | None = None,
+    shared: bool = False,
 ) -> Decomposition:
     """Turn a bias into terms.
 
@@ -49,6 +50,8 @@ def decompose(
         index: integers, shape (N, M), the model's relative position index, if it has one.
         visible: bool, shape (N, M), True where a query attends to a key (causal attention).
         head_dim: size of a head, on which costs depend; None if it is not known.
+        shared: calls have a batch that shares the bias, and neither mask, gate nor cosine: then a
+            dense bias costs less, if all heads take it (`costs.shared_dense_cost`).
 
     Returns:
         Terms, with masks left out, and a decision per head. A site that is left alone still gets
@@ -76,6 +79,8 @@ def decompose(
     for head in heads:
         exact = exact_candidates(bias, head, tables, head_dim)
         picked[head] = pick(exact, low_rank[head], options)
+    if shared and options.method == "auto" and not left_alone:
+        picked = all_dense(picked, shared_dense_cost(n, m, head_dim))
     terms = terms_of(bias, {h: c.term for h, (c, _) in picked.items()}, tables, truncations)
     decisions = tuple(c.decision(h, reason) for h, (c, reason) in picked.items())
     return Decomposition(ScoreBias(terms, num_heads), decisions, left_alone)
@@ -150,6 +155,25 @@ def pick(
     parts = [f"{best.why}, {best.cost:.3g} ps per score"]
     parts += [f"{c.label()}: {c.cost:.3g} ps" for c in candidates if c is not best]
     return best, "; ".join([*parts, *misses])
+
+
+def all_dense(
+    picked: dict[int, tuple[Candidate, str]], cost: float
+) -> dict[int, tuple[Candidate, str]]:
+    """The bias itself for all heads, if that costs no more than what was picked for each.
+
+    Args:
+        picked: the candidate of each head, and why.
+        cost: of a head in picoseconds per score, if all heads are dense.
+    """
+    if cost * len(picked) > sum(candidate.cost for candidate, _ in picked.values()):
+        return picked
+    why = "the bias itself is exact, and batch entries share its tiles where all heads take it"
+    dense = Candidate("dense", cost, why)
+    return {
+        head: (dense, f"{why}, {cost:.3g} ps per score; {old.label()}: {old.cost:.3g} ps")
+        for head, (old, _) in picked.items()
+    }
 
 
 # -- terms ---------------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 
 `scripts/measure_costs.py` makes the table: forward calls in bf16 with about as many scores at every
 length. All numbers of the choice of terms live there and here, and nowhere else; `factor_times` has
-those of how long factors take to make. A dense bias costs what it costs where batch entries do not
-share its tiles: whether they do depends on masks, gates and kinds of attention that a choice does
-not see.
+those of how long factors take to make. A dense bias costs what it costs where batch entries
+do not share its tiles, as beside a mask or a gate and in cosine attention; `shared_dense_cost` has
+what it costs where they do.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ FORMS = {
     "key_bias": "alibi",
     "regions": "regions",
 }
+
+#: A dense bias of all heads whose tiles batch entries share; only where `tuning` lets them.
+SHARED_DENSE = "dense, shared"
 
 #: Not measured yet, and the terms that each is reckoned from: the dearer of them counts. A lookup
 #: reads an integer for each pair, where a dense bias reads a number, and then an entry of a table.
@@ -113,6 +116,20 @@ def added_cost(kind: str, n: int, m: int, rank: int = 0, head_dim: int | None = 
     if kind not in FORMS:
         raise ValueError(f"no cost is known for a term of kind {kind!r}")
     return _added(FORMS[kind], n, m, head_dim)
+
+
+def shared_dense_cost(n: int, m: int, head_dim: int | None = None) -> float:
+    """Picoseconds per score of a dense bias that all heads have and that batch entries share.
+
+    Args:
+        n, m, head_dim: see `added_cost`.
+
+    Returns:
+        Infinity where that was not measured, as at head sizes whose entries share nothing.
+    """
+    if SHARED_DENSE not in _curves(head_dim):
+        return math.inf
+    return _added(SHARED_DENSE, n, m, head_dim)
 
 
 def affordable_rank(n: int, m: int, head_dim: int | None = None) -> int:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .costs import DENSE_SDPA, PLAIN, added_cost, is_measured, time_per_score
+from .costs import (
+    DENSE_SDPA,
+    PLAIN,
+    added_cost,
+    is_measured,
+    shared_dense_cost,
+    time_per_score,
+)
 from .decision import HeadDecision
 
 
@@ -14,6 +21,7 @@ def expected_gain(
     n: int,
     m: int,
     head_dim: int | None = None,
+    shared: bool = False,
 ) -> float | None:
     """How many times as fast as with the bias as a dense matrix in torch's fused attention.
 
@@ -25,6 +33,7 @@ def expected_gain(
         n: number of queries.
         m: number of keys.
         head_dim: size of a head; None if it is not known.
+        shared: see `decompose`.
 
     Returns:
         The ratio, or None where a term was never measured.
@@ -34,7 +43,7 @@ def expected_gain(
     if not all(is_measured(kind, head_dim) for kind in kinds):
         return None
     try:
-        shared = sum(added_cost(kind, n, m, head_dim=head_dim) for kind in masks)
+        common = sum(added_cost(kind, n, m, head_dim=head_dim) for kind in masks)
         own = [
             sum(added_cost(kind, n, m, d.rank or 0, head_dim) for kind in d.term.split("+"))
             for d in decisions
@@ -44,4 +53,6 @@ def expected_gain(
     except ValueError:
         return None
     mean = sum(own) / len(own) if own else 0.0
-    return before / (plain + shared + mean)
+    if shared and all(d.term == "dense" for d in decisions):
+        mean = min(mean, shared_dense_cost(n, m, head_dim))
+    return before / (plain + common + mean)

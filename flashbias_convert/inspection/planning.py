@@ -161,6 +161,7 @@ def _decide(plan: SitePlan, description: Description, options: DecomposeOptions)
             name=plan.name,
             index=description.index,
             head_dim=description.head_dim,
+            shared=description.shared,
         )
     _check_exact(description)
     plan = replace(plan, decisions=result.decisions)
@@ -191,7 +192,7 @@ def _gain(result: Decomposition, description: Description) -> float | None:
         return None
     masks = [term.kind for term in description.exact_terms]
     sizes = description.n, description.m, description.head_dim
-    return expected_gain(result.decisions, masks, *sizes)
+    return expected_gain(result.decisions, masks, *sizes, description.shared)
 
 
 def _forms(description: Description) -> tuple[PairForm, ...]:

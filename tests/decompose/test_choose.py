@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from flashbias_convert.decompose import (
     SHORTEST_N,
     Decomposition,
+    choose,
     decompose,
     measure,
     rank_bucket,
@@ -421,3 +423,41 @@ def test_a_mild_mask_inside_of_a_bias_shows_in_the_report() -> None:
     for decision in loose.decisions:
         assert decision.term == "low_rank" and off > 1
         assert decision.attention_error > 0.02
+
+
+@pytest.mark.parametrize("cheap", [True, False])
+def test_a_bias_that_entries_share_is_dense_if_all_heads_are(
+    cheap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One head would take factors: dense alone its tiles are shared, and with another term not."""
+    draw = torch.Generator().manual_seed(0)
+    low = torch.randn(64, 1, generator=draw) @ torch.randn(1, 64, generator=draw)
+    bias = torch.stack([low, torch.randn(64, 64, generator=draw)])
+    options, at = DecomposeOptions(), {"head_dim": 32}
+    apart = decompose(bias, options, **at)  # type: ignore[arg-type]
+    kinds = [decision.term for decision in apart.decisions]
+    assert kinds == ["low_rank", "dense"]
+    monkeypatch.setattr(choose, "shared_dense_cost", lambda n, m, size: 0.0 if cheap else math.inf)
+    found = decompose(bias, options, shared=True, **at)  # type: ignore[arg-type]
+    assert [d.term for d in found.decisions] == (["dense", "dense"] if cheap else kinds)
+    if cheap:
+        assert torch.equal(found.bias.dense(64, 64), bias)
+        assert found.bias.terms[0].heads is None
+        assert "share its tiles where all heads take it" in found.decisions[0].reason
+        assert "low_rank of rank 1" in found.decisions[0].reason
+    for other in (DecomposeOptions(method="svd"), DecomposeOptions(method="exact")):
+        same = decompose(bias, other, **at)  # type: ignore[arg-type]
+        assert decompose(bias, other, shared=True, **at).decisions == same.decisions  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("cost", "together"), [(1.5, True), (1.6, False)])
+def test_heads_are_dense_together_if_that_costs_no_more_in_all(cost: float, together: bool) -> None:
+    picked = {
+        0: (choose.Candidate("low_rank", 1.0, "few columns", rank=3), "first"),
+        1: (choose.Candidate("dense", 2.0, "exact"), "second"),
+    }
+    found = choose.all_dense(picked, cost)
+    assert [c.term for c, _ in found.values()] == (
+        ["dense"] * 2 if together else ["low_rank", "dense"]
+    )
+    assert (found is picked) != together

@@ -15,9 +15,11 @@ from flashbias_convert.decompose.costs import (
     FORMS,
     PLAIN,
     RECKONED,
+    SHARED_DENSE,
     TOGETHER,
     _table,
     is_measured,
+    shared_dense_cost,
     time_per_score,
 )
 
@@ -28,7 +30,7 @@ def test_every_form_was_measured_at_every_size() -> None:
     forms = {PLAIN, DENSE_SDPA, *FORMS.values(), *(f"low_rank {b}" for b in BUCKETS)}
     forms |= {form for pair in TOGETHER.values() for form in pair}
     lengths = {tuple(n for n, _ in curve) for own in _table().values() for curve in own.values()}
-    measured = [set(own) - set(RECKONED) for own in _table().values()]
+    measured = [set(own) - {*RECKONED, SHARED_DENSE} for own in _table().values()]
     assert len(lengths) == 1 and all(own == forms for own in measured)
     assert all(ps > 0 for own in _table().values() for curve in own.values() for _, ps in curve)
 
@@ -81,6 +83,25 @@ def test_the_gain_counts_every_head_and_mask() -> None:
     bare = expected_gain([], [], *at)
     assert gain is not None and bare is not None and bare > gain
     assert expected_gain(heads, ["axial"], *at) is None
+
+
+def test_shared_dense_biases_cost_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known of them at other head sizes, and so they are never cheaper there."""
+    plain, dense = _table()[32][PLAIN], dict(_table()[32]["dense"])
+    curve = [(n, ps + 0.25 * (dense[n] - ps)) for n, ps in plain]
+    without = {d: {f: c for f, c in forms.items() if f != SHARED_DENSE}
+               for d, forms in _table().items()}  # fmt: skip
+    table = {**without, 32: {**without[32], SHARED_DENSE: curve}}
+    monkeypatch.setattr(costs, "_table", lambda: table)
+    at = (576, 576, 32)
+    assert shared_dense_cost(*at) == pytest.approx(added_cost("dense", 576, 576, head_dim=32) / 4)
+    assert shared_dense_cost(576, 576, 64) == math.inf
+    numbers = (None, 1.0, 0.0, 0.0, 0.0, "")
+    own = [HeadDecision(head, "dense", *numbers) for head in range(2)]
+    apart, together = (expected_gain(own, [], *at, shared) for shared in (False, True))
+    assert apart is not None and together is not None and together > apart
+    mixed = [own[0], HeadDecision(1, "none", *numbers)]
+    assert expected_gain(mixed, [], *at, True) == expected_gain(mixed, [], *at)
 
 
 def test_what_was_not_measured_counts_as_the_dearest_that_it_is_like(
