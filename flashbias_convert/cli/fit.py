@@ -74,10 +74,10 @@ def fit(
 ) -> int:
     """Fit factor networks to biases that depend on the input, and write the converted model.
 
-    Nothing but the networks is trained. A site where they would be slower than its bias as it is,
-    by measurements, keeps its bias, unless --from-tokens says when they serve. Where a fit does
-    not keep what is asked for, its site is left alone: the exit code is 4 if no site is left to
-    convert (nothing is written), else 5.
+    Nothing but the networks is trained. Where a fit does not keep what is asked for, its site is
+    left alone: the exit code is 4 if no site is left to convert (nothing is written), else 5. Where
+    it does, and networks are slower than the bias as it is, by measurements, that serves, exactly,
+    unless --from-tokens says when networks do.
     """
     fitting = Fitting(
         data=data,
@@ -129,7 +129,7 @@ def fit(
         print_error(f"{_count(fitting)}, the rest was converted: {_which(fitting.missed)}")
     if fitting.kept and not speaking.quiet:
         many = f"{len(fitting.kept)} site{'s' if len(fitting.kept) > 1 else ''}"
-        print(f"note: {many} not fitted: {_which(fitting.kept)}", file=sys.stderr)
+        print(f"note: {many} with the bias as it is: {_which(fitting.kept)}", file=sys.stderr)
     return code
 
 

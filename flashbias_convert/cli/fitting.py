@@ -133,7 +133,7 @@ class Fitting:
         options: fields of `FitOptions`.
         planning: further keyword arguments of `fit_sites`.
         missed: the sites whose fit is not good enough, once the plan is made.
-        kept: those that were not fitted, and keep their bias as it is.
+        kept: those whose fit is good enough, and whose bias as it is serves faster.
     """
 
     data: str

@@ -30,8 +30,8 @@ Progress = Callable[[str, Check], None]
 
 #: beginning of the reason of a site whose fit is not good enough
 NOT_REACHED = "the fit did not reach what was asked"
-#: part of the reason of a site that keeps its bias as it is since networks would be slower
-NOT_FITTED = "not fitted: "
+#: part of the reason of a site whose networks hold, but serve no call since they are slower
+NOT_SERVING = "its networks do not serve: "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,15 +75,6 @@ class SiteFit:
             reason = f"recipe {self.site.recipe} does not say what a fit needs"
             return _unfitted(self.site, reason, "unsupported")
         description = self._described(recipe)
-        start = self._start(description)
-        if start is None:
-            return self._as_it_is(
-                f"no kernel takes factors of rank {self.rank}, at most {BUCKETS[-1]}"
-                if self.rank > BUCKETS[-1]
-                else f"up to {STARTS[-1]} tokens networks of rank {self.rank} are slower than the "
-                "bias as it is, estimated from times on Hopper; --from-tokens 1 fits them all the "
-                "same"
-            )
         attention = self.options.loss == "attention"
         try:
             found = collect(
@@ -93,13 +84,7 @@ class SiteFit:
             return _unfitted(self.site, str(error), "failed")
         if not found.samples:
             return _unfitted(self.site, "it did not run on these inputs, or on single tokens alone")
-        longest = found.longest
-        if self.from_tokens is None and start > longest:
-            return self._as_it_is(
-                f"the inputs have at most {longest} tokens, and networks of rank {self.rank} are "
-                f"faster from {start} on: bring longer ones, or say --from-tokens"
-            )
-        return self._fitted(found, start, description, device, state, progress)
+        return self._fitted(found, description, device, state, progress)
 
     def _described(self, recipe: Recipe) -> Description:
         with leave_no_trace(self.model):
@@ -119,20 +104,37 @@ class SiteFit:
         least = pair_site(description).networks_from(self.rank)
         return 1 if least == STARTS[0] else least  # shorter calls were not measured
 
-    def _as_it_is(self, why: str) -> SitePlan:
+    def _against(self, start: int | None, longest: int) -> str:
+        """Why networks that hold what was asked serve no call; empty if they do."""
+        if start is None and self.rank > BUCKETS[-1]:
+            return f"no kernel takes factors of rank {self.rank}, at most {BUCKETS[-1]}"
+        if start is None:
+            return (
+                f"up to {STARTS[-1]} tokens they are slower than the bias as it is, estimated from "
+                "times on Hopper; --from-tokens 1 has them serve all the same"
+            )
+        if self.from_tokens is None and start > longest:
+            return (
+                f"the inputs have at most {longest} tokens, and they are faster from {start} on: "
+                "bring longer ones, or say --from-tokens"
+            )
+        return ""
+
+    def _as_it_is(self, site: SitePlan, fitted: str, why: str) -> SitePlan:
+        """The site as it was planned without networks, which would have held."""
         served = self.site.reason.partition(":")[0]  # "dense in each call"
-        return dataclasses.replace(self.site, reason=f"{served}; {NOT_FITTED}{why}")
+        return dataclasses.replace(site, reason=f"{served}; {NOT_SERVING}{why} ({fitted})")
 
     def _fitted(
         self,
         found: Collected,
-        start: int,
         description: Description,
         device: torch.device | str | None,
         state: Path | None,
         progress: Progress | None,
     ) -> SitePlan:
-        train, judges, apart = found.split(start)
+        start = self._start(description)
+        train, judges, apart = found.split(start or 1)
         here = torch.device(device) if device is not None else train[0].bias.device
         try:
             for sample in found.samples:
@@ -150,9 +152,10 @@ class SiteFit:
             )
         except DecompositionError as error:
             return _unfitted(self.site, str(error), "failed")
-        result.networks.from_tokens = start
+        against = self._against(start, found.longest)
+        result.networks.from_tokens = start or 1
         judged = max(map(tokens_of, judges))
-        return self._planned(result, found, judged, apart, description)
+        return self._planned(result, found, judged, apart, description, against)
 
     def _planned(
         self,
@@ -161,12 +164,13 @@ class SiteFit:
         judged: int,
         apart: bool,
         description: Description,
+        against: str,
     ) -> SitePlan:
         size = max(sample.bias.shape[-1] for sample in found.samples)
         queries = max(sample.bias.shape[-2] for sample in found.samples)
         start = result.networks.from_tokens
         on = "inputs held out" if apart else "the inputs that it was trained on"
-        where = f" from {start} tokens on" if start > 1 else ""
+        where = f" from {start} tokens on" if start > 1 and not against else ""
         what = f"factor networks of rank {self.rank}{where}: {result.reason}, judged on {on}"
         site = dataclasses.replace(
             self.site,
@@ -180,6 +184,8 @@ class SiteFit:
         )
         if not result.reached:
             return _unfitted(site, f"{NOT_REACHED}: {what}")
+        if against:
+            return self._as_it_is(site, what, against)
         bias = ScoreBias(description.exact_terms, self.site.heads)
         builders = description.builders if start > 1 else ()  # of the bias as it is
         modules = {FactorNetworks.kind: result.networks.cpu()}

@@ -25,7 +25,7 @@ from ..plan import Plan, SitePlan
 from ..recipe import Recipe, Registry
 from ..shares import each
 from ..swap import restored, unpatch_all
-from .site_fit import NOT_FITTED, NOT_REACHED, Progress, SiteFit
+from .site_fit import NOT_REACHED, NOT_SERVING, Progress, SiteFit
 
 if TYPE_CHECKING:  # torch may have been built without it
     from torch.distributed import ProcessGroup
@@ -66,10 +66,10 @@ def fit_sites(
         tokens_per_step: of longer samples a random choice of so many tokens enters a step.
         from_tokens: calls with so many tokens are served by the networks, and shorter ones by the
             bias as it is, where a site can do both. None takes the length from which on networks
-            are faster, by measurements on Hopper (`decompose.pair_forms`): a site where they are at
-            no length is not fitted, and keeps its bias; one whose recipe does not say what its bias
-            is made of is served by networks at all lengths. Nor is it fitted where the inputs are
-            all shorter than that: nothing would be known of the calls that networks serve.
+            are faster, by measurements on Hopper (`decompose.pair_forms`). Where that is no length,
+            or one that none of the inputs has, the fit says whether networks hold, and the bias as
+            it is serves. A site whose recipe does not say what its bias is made of is served by
+            networks at all lengths.
         device: where networks are trained; default where the model is.
         state: a folder that keeps the fits, so that an interrupted one goes on.
         include, exclude, recipes: see `inspect_model`.
@@ -80,7 +80,7 @@ def fit_sites(
 
     Returns:
         A plan for `apply_plan`. A site whose fit misses what was asked is left alone, and says so;
-        so does one that is not fitted since networks would be slower, and that stays exact.
+        so does one whose networks hold, but are slower, and that stays exact.
 
     Raises:
         UsageError: no inputs, a model in training mode, or options that make no sense.
@@ -144,8 +144,8 @@ def _owner(model: nn.Module, site: SitePlan, registry: Registry) -> nn.Module | 
 
 
 def kept(plan: Plan) -> list[SitePlan]:
-    """The sites of a plan that keep their bias as it is, since networks would be slower."""
-    return [site for site in plan.sites if NOT_FITTED in site.reason]
+    """The sites of a plan whose fit is good enough, and whose bias as it is serves faster."""
+    return [site for site in plan.sites if NOT_SERVING in site.reason]
 
 
 def missed(plan: Plan) -> list[SitePlan]:

@@ -161,16 +161,24 @@ def test_fits_that_reach_are_written_beside_those_that_miss(
     assert len(names) == 2 and all("tri_att" in name for name in names)
 
 
-def test_what_is_not_fitted_is_told(cli: Cli, folding: Path, tmp_path: Path) -> None:
-    """Its sites are written with their bias as it is, which is faster."""
-    quick = ("--hidden", 4, "--steps", 5, "-o", tmp_path / "out")
-    done = cli("fit", folding / "m", folding / "data.npz", *quick, "--json")
-    assert done.code == 0, done.err
-    assert "note: 3 sites not fitted: trunk.blocks.0.seq_attention: dense in each call" in done.err
-    for site in done.json()["plan"]["sites"]:
-        assert site["status"] == "patched" and "not fitted: up to 4096 tokens" in site["reason"]
+def test_networks_that_hold_and_are_slower_are_told(
+    cli: Cli, folding: Path, tmp_path: Path
+) -> None:
+    """Its sites are written with their bias as it is; a fit that misses is one all the same."""
+    quick = ("--hidden", 4, "--steps", 5, "--max-attention-error", 1, "-o", tmp_path / "out")
+    done = cli("fit", folding / "m", folding / "data.npz", *quick, "--energy", 0.001, "--json")
+    assert done.code in (0, 5), done.err
+    told = [s for s in done.json()["plan"]["sites"] if s["status"] == "patched"]
+    many = f"{len(told)} site{'s' if len(told) > 1 else ''}"
+    assert told and f"note: {many} with the bias as it is: trunk.blocks.0." in done.err
+    for site in told:
+        assert "its networks do not serve: up to 4096 tokens they are slower" in site["reason"]
+        assert "factor networks of rank 96: reached" in site["reason"]
     loaded = load_model(tmp_path / "out")
     assert not any(".factor_network." in name for name in loaded.state_dict())
+    missed = cli("fit", folding / "m", folding / "data.npz", "--rank", 1, *quick[:4],
+                 "--energy", 0.999999, "-o", tmp_path / "none", "--json")  # fmt: skip
+    assert missed.code == 4 and not (tmp_path / "none").exists()
 
 
 def test_a_dry_run_fits_and_writes_nothing(cli: Cli, files: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from flashbias_convert.decompose.pair_forms import PairSite
 from flashbias_convert.errors import UsageError
 from flashbias_convert.fitting import site_fit
 from flashbias_convert.fitting.collect import tokens_of
+from flashbias_convert.fitting.sites import kept
 from flashbias_convert.pair_attention import PairCall
 from flashbias_convert.plan import Plan
 from flashbias_convert.verification.models import is_exact
@@ -141,7 +142,7 @@ def test_inputs_that_are_all_shorter_are_no_judge(monkeypatch: pytest.MonkeyPatc
     plan = fit(block())
     (site,) = plan.patched
     assert site.modules is None and "the inputs have at most 12 tokens" in site.reason
-    assert "faster from 13 on" in site.reason
+    assert "faster from 13 on" in site.reason and "factor networks of rank 3" in site.reason
     (site,) = fit(block(), from_tokens=13).patched
     assert (
         "judged on inputs of up to 12 tokens, and serve calls with 13 and more"
@@ -159,17 +160,23 @@ def test_what_is_faster_at_all_lengths_serves_all(monkeypatch: pytest.MonkeyPatc
     assert "from_tokens" not in site.spec["builder_modules"][0]["config"]
 
 
-def test_what_is_slower_at_all_lengths_is_not_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_slower_at_all_lengths_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fit says whether networks hold, and one that misses is left alone as any other."""
     monkeypatch.setattr(PairSite, "networks_from", lambda *_: None)
     seen: list[object] = []
     model, plain = block(), block()
     plan = fit(model, progress=lambda *a: seen.append(a))
     (site,) = plan.patched
-    assert not seen and site.modules is None and site.builders() == ("dense",)
-    assert "not fitted: up to 4096 tokens networks of rank 3 are slower" in site.reason
-    assert "--from-tokens 1 fits them all the same" in site.reason
+    assert seen and site.modules is None and site.builders() == ("dense",)
+    assert site.reason.startswith("dense in each call; its networks do not serve: up to 4096")
+    assert "--from-tokens 1 has them serve all the same" in site.reason
+    assert "(factor networks of rank 3: " in site.reason and kept(plan) == [site]
     apply_plan(model, plan, backend="sdpa")
     assert (run(model, 12) - run(plain, 12)).abs().max() < 1e-5 * run(plain, 12).abs().max()
+    hard = dataclasses.replace(ANYTHING, energy=0.999999)
+    (site,) = (s for s in fit(block(), options=hard).sites if s.name == "tri_att_end")
+    assert site.status == "left alone" and site.reason.startswith(site_fit.NOT_REACHED)
+    assert "no kernel takes factors of rank 300" in fit(block(), rank=300).patched[0].reason
 
 
 def test_a_start_is_a_number_of_tokens() -> None:
