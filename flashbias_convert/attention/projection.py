@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -81,16 +82,9 @@ def _empty(z: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return z.new_empty((batch, weight.shape[0], n, wide), dtype=dtype)[..., :m]
 
 
-def _fake(
-    z: Tensor,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    norms: bool,
-    dtype: torch.dtype,
-) -> Tensor:
+def _fake(z: Tensor, *others: Any) -> Tensor:
+    """What a trace sees instead; arguments as those of `_project`."""
+    _scale, _shift, weight, *_, dtype = others
     return _empty(z, weight, dtype)
 
 

@@ -34,6 +34,7 @@ from .packing import (
 #: gradient goes through.
 TOPS = ("top_q", "top_k")
 
+#: what fp32 rows are clamped to
 FP16_MOST = torch.finfo(torch.float16).max
 
 #: Most rows or columns of an image whose axial terms have gradients in the fp32 kernel.

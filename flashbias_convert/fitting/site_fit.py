@@ -1,4 +1,4 @@
-"""Fit factor networks to one site, where they are worth it."""
+"""Fit factor networks to one site, and say whether they serve it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..decompose.factor_networks import FactorNetworks
 from ..decompose.neural import Check, FitResult, fit
 from ..decompose.neural_options import FitOptions
 from ..decompose.neural_samples import Sample
-from ..decompose.pair_forms import STARTS, PairSite, forms, networks_in_words
+from ..decompose.pair_forms import STARTS, forms, networks_in_words
 from ..errors import DecompositionError
 from ..inputs import Batch
-from ..inspection import find_site, leave_no_trace
+from ..inspection import find_site, leave_no_trace, pair_site
 from ..plan import SitePlan, Status
 from ..recipe import Description, Recipe, Registry
 from ..terms import ScoreBias
@@ -30,6 +30,8 @@ Progress = Callable[[str, Check], None]
 
 #: beginning of the reason of a site whose fit is not good enough
 NOT_REACHED = "the fit did not reach what was asked"
+#: a warning
+ONE_INPUT = "its fit was judged on the one input that it was trained on"
 #: part of the reason of a site whose networks hold, but serve no call since they are slower
 NOT_SERVING = "its networks do not serve: "
 
@@ -172,13 +174,15 @@ class SiteFit:
         on = "inputs held out" if apart else "the inputs that it was trained on"
         where = f" from {start} tokens on" if start > 1 and not against else ""
         what = f"factor networks of rank {self.rank}{where}: {result.reason}, judged on {on}"
+        serves = result.reached and not against
         site = dataclasses.replace(
             self.site,
             n=queries,
             m=size,
             warnings=(
                 *self.site.warnings,
-                *self._warnings(result, (queries, size), judged, apart, description),
+                *(() if apart else (ONE_INPUT,)),
+                *(self._warnings(start, judged, queries, size, description) if serves else ()),
             ),
             forms=forms(queries, size, pair_site(description)) if self.site.forms else (),
         )
@@ -200,28 +204,16 @@ class SiteFit:
         )
 
     def _warnings(
-        self,
-        result: FitResult,
-        sizes: tuple[int, int],
-        judged: int,
-        apart: bool,
-        description: Description,
+        self, start: int, judged: int, n: int, m: int, description: Description
     ) -> list[str]:
-        found = []
-        if not apart:
-            found.append("its fit was judged on the one input that it was trained on")
-        if not result.reached:
-            return found
-        start = result.networks.from_tokens
-        too_dear = networks_in_words(*sizes, self.rank, pair_site(description))
+        """What to know of networks that serve calls with `start` tokens and more."""
         if start > judged:
-            found.append(
+            return [
                 f"its networks were judged on inputs of up to {judged} tokens, and serve "
                 f"calls with {start} and more; all others keep the bias as it is"
-            )
-        elif too_dear is not None:
-            found.append(too_dear)
-        return found
+            ]
+        too_dear = networks_in_words(n, m, self.rank, pair_site(description))
+        return [] if too_dear is None else [too_dear]
 
     def _decisions(self, result: FitResult) -> tuple[HeadDecision, ...]:
         numbers = {name: value.tolist() for name, value in vars(result.loss).items()}
@@ -235,11 +227,6 @@ class SiteFit:
             )
             for head in range(self.site.heads)
         )
-
-
-def pair_site(description: Description) -> PairSite:
-    """What the costs of a site depend on."""
-    return PairSite(description.num_heads, description.head_dim, description.pairs)
 
 
 def _unfitted(site: SitePlan, reason: str, status: Status = "left alone") -> SitePlan:

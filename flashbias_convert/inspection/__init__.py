@@ -3,7 +3,7 @@
 from .finding import find_site, owner_of, refuse_wrapped, shared_owner
 from .groups import together
 from .inspect import inspect_model
-from .planning import NEEDS_FIT, reason_against
+from .planning import NEEDS_FIT, pair_site, reason_against
 from .surroundings import leave_no_trace, library_versions
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "leave_no_trace",
     "library_versions",
     "owner_of",
+    "pair_site",
     "reason_against",
     "refuse_wrapped",
     "shared_owner",

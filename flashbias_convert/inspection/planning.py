@@ -199,10 +199,11 @@ def _forms(description: Description) -> tuple[PairForm, ...]:
     """What else a bias could be that is served as it is, but need not."""
     if not description.depends_on_input:
         return ()
-    return forms(description.n, description.m, _pair_site(description))
+    return forms(description.n, description.m, pair_site(description))
 
 
-def _pair_site(description: Description) -> PairSite:
+def pair_site(description: Description) -> PairSite:
+    """What the costs of a bias depend on that is made anew in each call."""
     return PairSite(description.num_heads, description.head_dim, description.pairs)
 
 
@@ -218,6 +219,6 @@ def _summary(result: Decomposition, description: Description) -> str:
     parts += [f"{name} in each call" for name in description.builders]
     chosen = ", ".join(parts) or "no bias"
     if description.depends_on_input:  # it could have factors, too
-        words = forms_in_words(description.n, description.m, _pair_site(description))
+        words = forms_in_words(description.n, description.m, pair_site(description))
         return f"{chosen}: {words}"
     return chosen

@@ -143,6 +143,7 @@ def test_inputs_that_are_all_shorter_are_no_judge(monkeypatch: pytest.MonkeyPatc
     (site,) = plan.patched
     assert site.modules is None and "the inputs have at most 12 tokens" in site.reason
     assert "faster from 13 on" in site.reason and "factor networks of rank 3" in site.reason
+    assert not any("judged on" in warning for warning in site.warnings)  # none of them serves
     (site,) = fit(block(), from_tokens=13).patched
     assert (
         "judged on inputs of up to 12 tokens, and serve calls with 13 and more"
@@ -171,6 +172,7 @@ def test_what_is_slower_at_all_lengths_does_not_serve(monkeypatch: pytest.Monkey
     assert site.reason.startswith("dense in each call; its networks do not serve: up to 4096")
     assert "--from-tokens 1 has them serve all the same" in site.reason
     assert "(factor networks of rank 3: " in site.reason and kept(plan) == [site]
+    assert not any("ms of a call" in warning for warning in site.warnings)
     apply_plan(model, plan, backend="sdpa")
     assert (run(model, 12) - run(plain, 12)).abs().max() < 1e-5 * run(plain, 12).abs().max()
     hard = dataclasses.replace(ANYTHING, energy=0.999999)
