@@ -1,7 +1,7 @@
 """Attention with pair bias by the interfaces of Boltz, Protenix and OpenFold, which few have here.
 
 They compute what the originals do, without kernels, chunks and windows, so that recipes run where
-none of the packages is installed; `tests/recipes/test_pair_biases.py` has the real ones.
+none of the packages is installed; `tests/recipes/pair_models.py` has the real ones.
 """
 
 from __future__ import annotations
