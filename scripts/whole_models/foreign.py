@@ -95,6 +95,13 @@ def _imported(path: str) -> Any:
     return importlib.import_module(path)
 
 
+def _found(path: str) -> bool:
+    try:
+        return importlib.util.find_spec(path) is not None
+    except ModuleNotFoundError:  # of a package that it would be in
+        return False
+
+
 def _triangles(s: Sizes) -> Parts:
     pair, head, n = (16, 8, 12) if s.tiny else (128, 32, 256)
 
@@ -154,7 +161,7 @@ def _windows(s: Sizes) -> Parts:
     def pangu() -> nn.Module:
         from flashbias_convert.recipes.physicsnemo_pangu import MODULES
 
-        layers = next(m for m in MODULES if importlib.util.find_spec(m.rpartition(".")[0]))
+        layers = next(m for m in MODULES if _found(m))
         cls = _imported(layers.replace("attention_layers", "transformer_layers")).Transformer3DBlock
         shifts = ((0, 0, 0), tuple(w // 2 for w in window))
         blocks = [cls(dim, grid, heads, window, shifts[i % 2]) for i in range(deep)]
