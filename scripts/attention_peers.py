@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from attention_shapes import Shape
@@ -27,15 +27,21 @@ from flashbias_convert.benchmark.peers import (
     dense_mask,
     flex_attention,
     sdpa_attention,
+    skips_blocks,
 )
 
 #: what a function of nothing returns is (*batch, H, N, Dv)
 Call = Callable[[], Tensor]
-MakeDense = Callable[[AttentionCall], Tensor]
 NO_BIAS = (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION))
 #: without CUDA graphs, which would copy inputs and are what calls are timed in anyway
 MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
 DENSE = (("efficient", SDPBackend.EFFICIENT_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION))
+
+
+class MakeDense(Protocol):
+    """Makes the dense bias of a call: `dense_mask`, or what stands in for it."""
+
+    def __call__(self, call: AttentionCall, *, with_causal: bool = True) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -118,8 +124,8 @@ def _flex(mode: str | None) -> Flex:
 
 
 def _flex_dense(call: AttentionCall, dense: MakeDense, mode: str | None = None) -> Call:
-    without = replace(call, args=replace(call.args, causal=False))  # it has a mask of its own
-    attend = flex_attention(call, dense(without), _flex(mode))
+    bias = dense(call, with_causal=not skips_blocks(call))  # blocks hide what a mask would
+    attend = flex_attention(call, bias, _flex(mode))
     return lambda: attend(call.q, call.k, call.v)
 
 

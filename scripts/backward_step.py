@@ -104,9 +104,9 @@ def steps(problem: Problem, **options: Any) -> list[tuple[Peer, MakeStep]]:
     """
     matrices: list[Tensor] = []
 
-    def dense(call: AttentionCall) -> Tensor:
+    def dense(call: AttentionCall, *, with_causal: bool = True) -> Tensor:
         with torch.no_grad():
-            mask = dense_mask(call)
+            mask = dense_mask(call, with_causal=with_causal)
         matrices.append(mask.detach().requires_grad_(problem.trained))
         return matrices[-1]
 

@@ -46,7 +46,7 @@ COLOURS = {
 }
 
 
-def dense(call: AttentionCall) -> Tensor:
+def dense(call: AttentionCall, *, with_causal: bool = True) -> Tensor:
     """(H, N, M) in bf16, made head by head: only the result has to fit."""
     heads, n, m = call.q.shape[-3], call.q.shape[-2], call.k.shape[-2]
     out = torch.empty(heads, n, m, dtype=call.q.dtype, device=call.q.device)

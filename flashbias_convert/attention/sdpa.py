@@ -6,9 +6,13 @@ Everything else than low rank becomes a dense mask. Differentiable.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..terms import KeyBias, LowRank, ScoreBias, Term
 from .arguments import AttentionArguments
@@ -206,8 +210,17 @@ def _fused(
         and not any(x.requires_grad for x in (query, key, value))
     ):
         query = _follow(query, mask)
-    out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale)
+    with _under_transforms():
+        out = F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=is_causal, scale=scale
+        )
     return out[..., :dv].reshape(*batch, *out.shape[-3:-1], dv)
+
+
+def _under_transforms() -> AbstractContextManager[Any]:
+    """Torch's kernel for CUDA refuses a mask that vmap's other entries share: products there."""
+    transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    return sdpa_kernel(SDPBackend.MATH) if transformed else nullcontext()
 
 
 def _follow(query: Tensor, mask: Tensor) -> Tensor:

@@ -16,8 +16,10 @@ import attention_peers
 import bench_attention
 import bench_lengths
 import row_file
-from attention_shapes import tiny
+from attention_shapes import Shape, alibi, tiny
 from turns import BESIDE
+
+from flashbias_convert.attention import flashbias_attention
 
 from .turns_here import in_turns_here
 
@@ -121,3 +123,19 @@ def test_a_shape_that_was_cut_goes_on(
     wanting.asked.clear()
     assert run(bench_attention, monkeypatch, output, "--shapes", *NAMES, "--resume") == rows
     assert wanting.asked == [peer for peer, _ in rows[6:]]
+
+
+def test_peers_with_a_matrix_round_what_is_visible_as_we_do() -> None:
+    """ALiBi, causal, bf16: a row's largest entry must be one that its query sees."""
+    shape = Shape((1,), 8, 512, 16, alibi, {"causal": True})
+    torch.manual_seed(0)
+    q, k, v = shape.inputs(torch.bfloat16, CPU)
+    bias = alibi(shape, CPU)
+    truth = flashbias_attention(
+        q.double(), k.double(), v.double(), bias, backend="eager", causal=True
+    )
+    made = {peer.name: peer.make for peer in attention_peers.peers(shape, q, k, v, bias)}
+    for name in ("flex, dense", "flex, closed form"):
+        attend = made[name]()
+        off = (attend().double() - truth).norm() / truth.norm()
+        assert 0 < off < 2.0**-7, name  # as the others of this benchmark: bits of bf16
