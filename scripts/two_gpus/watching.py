@@ -78,6 +78,7 @@ class Watched:
             if all(p.poll() == 0 for p in self._processes):
                 return self._failed("the processes ended before it was done")
             if time.monotonic() > until:
+                self._tell_where()
                 return self._failed(late)
             time.sleep(0.05)
 
@@ -85,6 +86,13 @@ class Watched:
         path = self._folder / "found.jsonl"
         # the last one may be half written
         return path.read_text().split("\n")[:-1] if path.exists() else []
+
+    def _tell_where(self) -> None:
+        """Processes write into their logs where they are, which takes a moment."""
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
 
     def _failed(self, reason: str) -> dict[str, Any]:
         self.usable = False

@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -46,6 +47,9 @@ def work(options: argparse.Namespace, run: Case) -> int:
         run: a case; all processes of a pair call it with the same words.
     """
     folder, rank = Path(options.folder), options.rank
+    # where it hangs, in the log, once whoever watches gives it up: a dump of all threads while
+    # they compute can end a process that only takes long
+    faulthandler.register(signal.SIGUSR1)
     try:
         cases = json.loads((folder / "cases.json").read_text())
         place = place_of(options.device, rank)
@@ -56,8 +60,6 @@ def work(options: argparse.Namespace, run: Case) -> int:
             meet(options, place)
         tell(folder, rank, {"ready": True})
         for case in cases:
-            # where it hangs, in the log, before whoever watches gives it up
-            faulthandler.dump_traceback_later(0.45 * options.limit_s, repeat=True)
             started = time.perf_counter()
             gc.collect()  # wrappers of the case before hold models in cycles
             if place.type == "cuda":
@@ -66,7 +68,6 @@ def work(options: argparse.Namespace, run: Case) -> int:
             found = run(case, options, place, rank)
             found = found if options.kind == "alone" else worst(found)
             found["case_s"] = f"{time.perf_counter() - started:.1f}"
-            faulthandler.cancel_dump_traceback_later()
             tell(folder, rank, found)
         if options.kind != "alone":
             dist.destroy_process_group()

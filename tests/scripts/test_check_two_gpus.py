@@ -20,9 +20,10 @@ from two_gpus.measuring import judged
 
 #: stands for the script in its processes: "hang" hangs, "die" ends with a reason, others pass
 WORKER = """
-import argparse, json, os, time
+import argparse, faulthandler, json, os, signal, time
 from pathlib import Path
 
+faulthandler.register(signal.SIGUSR1)
 parser = argparse.ArgumentParser()
 for name in ("kind", "folder", "backend", "device", "size", "repeats", "limit-s", "rank"):
     parser.add_argument(f"--{name}")
@@ -76,12 +77,15 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_case_that_hangs_or_dies_loses_no_other(worker: Path, tmp_path: Path) -> None:
+def test_a_case_that_hangs_or_dies_loses_no_other(
+    worker: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     rows = run(tmp_path, ["a", "hang", "b", "die", "c"])
     assert [(case, status) for case, status, _ in rows] == [
         ("a", "passed"), ("hang", "failed"), ("b", "passed"), ("die", "failed"), ("c", "passed"),
     ]  # fmt: skip
     assert rows[1][2] == "not done after 6 s" and rows[3][2] == "process 1: ValueError: broken"
+    assert f'File "{worker}", line' in capfd.readouterr().err  # where it hung
 
 
 def test_nothing_is_left_running(worker: Path, tmp_path: Path) -> None:
