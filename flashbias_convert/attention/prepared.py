@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..terms import ScoreBias, Term
+from ..terms.base import check_sizes
 from .arguments import broadcasts
 from .packing import PackedBias, can_join, join, pack, unsupported
 from .training_packing import pack_for_training, training_problem
@@ -135,9 +136,10 @@ class PreparedBias:
     def check_fits(self, batch: tuple[int, ...], heads: int, n: int, m: int) -> None:
         """Raise ValueError unless the terms fit a call of these sizes. Reads shapes only."""
         if torch.compiler.is_compiling():
-            return _check_fits(self.bias, batch, heads, n, m)
+            own = _fixed_by(self._alike) if self._alike else _fixed(self.bias)
+            return _check_fits(own, batch, heads, n, m)
         call = (batch, heads, n, m)
-        return self._keep(call, lambda: _check_fits(self.bias, *call))
+        return self._keep(call, lambda: _check_fits(_fixed(self.bias), *call))
 
     def _keep(self, key: Hashable, make: Callable[[], T]) -> T:
         if key not in self._kept:
@@ -146,16 +148,26 @@ class PreparedBias:
         return made
 
 
-def _check_fits(bias: ScoreBias, batch: tuple[int, ...], heads: int, n: int, m: int) -> None:
-    if bias.num_heads != heads:
-        raise ValueError(f"the bias is for {bias.num_heads} heads, q has {heads}")
-    for term in bias.terms:
-        if not broadcasts(term.batch_shape(), batch):
+#: heads, and of every term its kind, batch dimensions and sizes that it fixes
+Fixed = tuple[int, tuple[tuple[str, tuple[int, ...], tuple[tuple[str, int, str], ...]], ...]]
+
+
+def _fixed(bias: ScoreBias) -> Fixed:
+    """What the terms of a bias say of the calls that they fit; reads shapes only."""
+    terms = ((t.kind, t.batch_shape(), tuple(t.fixed_sizes())) for t in bias.terms)
+    return bias.num_heads, tuple(terms)
+
+
+def _check_fits(own: Fixed, batch: tuple[int, ...], heads: int, n: int, m: int) -> None:
+    num_heads, terms = own
+    if num_heads != heads:
+        raise ValueError(f"the bias is for {num_heads} heads, q has {heads}")
+    for kind, term_batch, sizes in terms:
+        if not broadcasts(term_batch, batch):
             raise ValueError(
-                f"{term.kind}: batch dimensions {term.batch_shape()} do not broadcast to those "
-                f"of q, {batch}"
+                f"{kind}: batch dimensions {term_batch} do not broadcast to those of q, {batch}"
             )
-        term.check_sizes(n, m)
+        check_sizes(kind, sizes, n, m)
 
 
 # -- forms that a trace asks for -------------------------------------------------------------------
@@ -198,6 +210,11 @@ def _problem_of(alike: str, half: bool) -> str | None:
     return unsupported(next(iter(_GROUPS[alike].members)).bias, half=half)
 
 
+def _fixed_by(alike: str) -> Fixed:
+    """What all biases of a group say of the calls that they fit: their shapes are in its name."""
+    return _fixed(next(iter(_GROUPS[alike].members)).bias)
+
+
 def _make_outside_of_the_graph(alike: str, *form: Any) -> None:
     """Make a form for all biases of a group, with tensors that the trace does not know."""
     from torch.utils._python_dispatch import _disable_current_modes
@@ -210,3 +227,4 @@ def _make_outside_of_the_graph(alike: str, *form: Any) -> None:
 # torch.compile runs it while it traces, and takes the answer for a constant; see `device_problem`
 _make_outside_of_the_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _problem_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_fixed_by._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -11,6 +11,14 @@ import torch
 from torch import Tensor
 
 from .constants import integers, kept
+
+
+def check_sizes(kind: str, sizes: Iterable[tuple[str, int, str]], n: int, m: int) -> None:
+    """Raise ValueError unless a call of n queries and m keys has the sizes of a term."""
+    expected = {"queries": n, "keys": m}
+    for name, size, axis in sizes:
+        if size != expected[axis]:  # a message made before would fix the sizes of a trace
+            raise ValueError(f"{kind}: {name} is for {size} {axis}, the call has {expected[axis]}")
 
 
 def pinned_tensor(**kwargs: Any) -> Any:
@@ -87,17 +95,15 @@ class Term:
         """Sizes that this term fixes: (tensor name, size, "queries" or "keys")."""
         return []
 
+    def fixed_sizes(self) -> list[tuple[str, int, str]]:
+        """As `sizes`, and what `row_scale` fixes."""
+        if self.row_scale is None or self.row_scale.shape[-1] == 1:
+            return self.sizes()
+        return [*self.sizes(), ("row_scale", self.row_scale.shape[-1], "queries")]
+
     def check_sizes(self, n: int, m: int) -> None:
         """Raise ValueError unless this term fits n queries and m keys. Reads shapes only."""
-        sizes = self.sizes()
-        if self.row_scale is not None and self.row_scale.shape[-1] != 1:
-            sizes.append(("row_scale", self.row_scale.shape[-1], "queries"))
-        expected = {"queries": n, "keys": m}
-        for name, size, axis in sizes:
-            if size != expected[axis]:  # a message made before would fix the sizes of a trace
-                raise ValueError(
-                    f"{self.kind}: {name} is for {size} {axis}, the call has {expected[axis]}"
-                )
+        check_sizes(self.kind, self.fixed_sizes(), n, m)
 
     def batch_shape(self) -> tuple[int, ...]:
         """Broadcast shape of the leading dimensions of all tensors of this term."""
