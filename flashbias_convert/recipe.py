@@ -82,6 +82,8 @@ class Description:
             mask, also none that comes with a call, no gate and no cosine.
         pairs: what such a bias is made from, so that what calls take can be told; None if that is
             not known.
+        not_worth: why method "auto" leaves the site alone, with what was measured; empty where it
+            pays. Other methods, and `force_all`, convert it all the same.
     """
 
     bias: Tensor | None
@@ -96,6 +98,7 @@ class Description:
     depends_on_input: bool = False
     shared: bool = False
     pairs: Pairs | None = None
+    not_worth: str = ""
 
 
 @dataclass(frozen=True, eq=False)

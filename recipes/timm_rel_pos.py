@@ -22,6 +22,11 @@ from flashbias_convert.tables import (
 )
 from flashbias_convert.terms import Dense
 
+#: A vit_relpos at 224 pixels has 196 tokens, and heads of 64. Its attention is a small part of it,
+#: and what that gains is lost where a card waits for the call: 5.54 ms compiled, 5.51 as it was, of
+#: 256 images on an H200; 5.26 and 5.29 as CUDA graphs (scripts/results/bench_families.csv).
+SHORT, WIDE = 200, 64
+
 
 class RelPosAttention(PatchedAttention):
     """`Attention2d`, `AttentionCl` and `RelPosAttention`; the projections are the original's."""
@@ -123,7 +128,8 @@ def describe(site: Site) -> Description:
     heads, size = module.num_heads, module.proj.weight.shape[1] // module.num_heads
     if source is not module.rel_pos:
         n = math.prod(source.window_size) + source.prefix_tokens
-        return Description(None, heads, n, n, size, builders=(builder_of(source),))
+        builder, short = builder_of(source), not_worth(n, size)
+        return Description(None, heads, n, n, size, builders=(builder,), not_worth=short)
     require_plain_layers(source, module)
     own, bias = source.get_bias(), in_float32(source).get_bias()
     n = bias.shape[-1]
@@ -137,6 +143,17 @@ def describe(site: Site) -> Description:
         # that of an MLP has no entries for a class token
         index=index.view(n, n) if index is not None and index.numel() == n * n else None,
         warnings=rounding_warnings(own, bias),
+        not_worth=not_worth(n, size),
+    )
+
+
+def not_worth(n: int, size: int) -> str:
+    """Why few tokens with wide heads are left alone; nothing where it pays."""
+    if n > SHORT or size < WIDE:
+        return ""
+    return (
+        f"{n} tokens and heads of {size}: a compiled model of such blocks is no faster (5.54 ms of "
+        "256 images on an H200, 5.51 as it was)"
     )
 
 
@@ -162,8 +179,8 @@ recipe = Recipe(
     ),
     about=About(
         models=(
-            "CoAtNet, MaxViT, vit_relpos and vit_srelpos: tables, MLPs, TensorFlow's tables, of "
-            "a block or shared by all blocks"
+            "CoAtNet, MaxViT, and vit_relpos and vit_srelpos of more than 224 pixels: tables, "
+            "MLPs, TensorFlow's tables, of a block or shared by all blocks"
         ),
         exact="a shared bias; with `--method exact` that of a block, too",
         truncated="bias of a block",

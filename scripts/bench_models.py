@@ -4,14 +4,15 @@ python scripts/bench_models.py [--models NAME...] [--variants NAME...] [--tiny] 
 
 Models are those of `--list`; "families" stands for one real model of every recipe. Variants are a
 way to compute attention ("original", "sdpa", "sdpa-cudnn", "flex", "flex-alibi", "none",
-"none-cudnn", "none-flex", "ours", "exact", "svd-56") in eager mode, or with a mode behind it:
-"-compiled", "-graphs" (CUDA graphs), "-warm" (compiled after a call in eager mode), "-layers"
+"none-cudnn", "none-flex", "ours", "forced", "exact", "svd-56") in eager mode, or with a mode after
+it: "-compiled", "-graphs" (CUDA graphs), "-warm" (compiled after a call in eager mode), "-layers"
 (blocks compiled one by one). "sdpa" and "flex" have the bias as a dense matrix, made once; "-cudnn"
 has cuDNN's kernel in the place of the one that torch chooses; "flex-alibi" computes ALiBi inside
 FlexAttention; "original-fused" is the original with its library's own switch for fused attention,
-where one is off by default. "ours" is what this package decides, "exact" keeps every bit of the
-bias; of the plain Transformer and of attention alone it keeps factors in half precision, as the
-others keep the matrix. "svd-56" truncates Pangu-Weather's biases as the paper does.
+where one is off by default. "ours" is what this package decides, "forced" what it would do where it
+leaves every site alone, "exact" keeps every bit of the bias; of the plain Transformer and of
+attention alone it keeps factors in half precision, as the others keep the matrix. "svd-56"
+truncates Pangu-Weather's biases as the paper does.
 
 Weights are random; position biases are drawn from the trained examples where there are some. Times
 are those of CUDA events around calls, after a write that flushes the cache; "replay_ms" is that of

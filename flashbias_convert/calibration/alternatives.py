@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..decompose import added_cost, measure
-from ..decompose.decision import HeadDecision
+from ..decompose.decision import HeadDecision, kernel_columns
 from ..decompose.svd import truncated_svd
 from ..modules import ScoreBiasModule
 from ..plan import SitePlan
@@ -108,7 +108,8 @@ def with_errors(forms: list[Form], sums: list[Sums]) -> list[Form]:
 def _nothing(site: SitePlan, dense: Tensor) -> Form:
     lost = _numbers(dense, torch.zeros((), dtype=dense.dtype, device=dense.device))
     decisions = tuple(
-        HeadDecision(h, NONE, None, reason="no bias at all", **lost[h]) for h in range(site.heads)
+        HeadDecision(h, NONE, None, reason="no bias at all", split=0, **lost[h])
+        for h in range(site.heads)
     )
     return Form(NONE, ScoreBias((), site.heads), 0.0, decisions, torch.empty(0))
 
@@ -116,11 +117,12 @@ def _nothing(site: SitePlan, dense: Tensor) -> Form:
 def _truncated(site: SitePlan, dense: Tensor, rank: int) -> Form:
     svd = truncated_svd(dense, energy=1.0, max_rank=rank)
     lost = _numbers(dense, svd.term)
+    split = svd.term.split or 0
     decisions = tuple(
-        HeadDecision(h, "low_rank", r, reason="", **lost[h])
+        HeadDecision(h, "low_rank", r, reason="", split=min(split, r), **lost[h])
         for h, r in enumerate(svd.term.head_ranks())
     )
-    columns = rank + 2 * min(svd.term.split or 0, rank)
+    columns = kernel_columns(rank, split)
     cost = added_cost("low_rank", site.n, site.m, columns, site.head_dim)
     return Form(f"rank {rank}", ScoreBias((svd.term,), site.heads), cost, decisions, torch.empty(0))
 

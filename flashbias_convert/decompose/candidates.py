@@ -16,7 +16,7 @@ from torch import Tensor
 from ..options import DecomposeOptions
 from ..terms import Lookup, RelativeTable
 from .costs import added_cost, is_measured, rank_bucket
-from .decision import HeadDecision
+from .decision import HeadDecision, kernel_columns
 from .head_tables import Tables
 
 #: A tail may exceed what `energy` allows by this, relatively and absolutely: fp32 factors.
@@ -44,6 +44,7 @@ class Candidate:
     logit_error_max: float = 0.0
     logit_error_rms: float = 0.0
     attention_error: float = 0.0
+    split: int = 0
 
     def decision(self, head: int, reason: str) -> HeadDecision:
         """This candidate as the decision for `head`."""
@@ -55,7 +56,11 @@ class Candidate:
         """Its name in a sentence."""
         if self.rank is None:
             return self.term
-        return f"{self.term} of rank {self.rank} (padded {rank_bucket(self.rank)})"
+        return f"{self.term} of rank {self.rank} (padded {self.padded()})"
+
+    def padded(self) -> int:
+        """Columns that a kernel works with."""
+        return rank_bucket(kernel_columns(self.rank or 0, self.split))
 
     def miss(self, options: DecomposeOptions) -> str:
         """Which criterion of `options` it misses; empty if it holds both."""

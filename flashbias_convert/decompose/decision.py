@@ -10,6 +10,11 @@ from typing import Any, Self
 from ..terms import ScoreBias
 
 
+def kernel_columns(rank: int, split: int) -> int:
+    """What factors of this rank take of a kernel in half precision; a split column takes three."""
+    return rank + 2 * min(split, rank)
+
+
 @dataclass(frozen=True)
 class HeadDecision:
     """The term that carries one head's bias, and what was lost.
@@ -25,6 +30,8 @@ class HeadDecision:
         attention_error: total variation distance between softmax(b) and softmax(b_hat), mean
             over rows, in [0, 1].
         reason: why this term and no other.
+        split: leading columns of a low-rank term that half precision carries as two parts, each of
+            which takes three columns of the kernel.
     """
 
     head: int
@@ -35,6 +42,11 @@ class HeadDecision:
     logit_error_rms: float
     attention_error: float
     reason: str
+    split: int = 0
+
+    def columns(self) -> int:
+        """Of factors, as the kernel has them before it pads; 0 without factors."""
+        return kernel_columns(self.rank or 0, self.split)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""

@@ -45,7 +45,7 @@ def expected_gain(
     try:
         common = sum(added_cost(kind, n, m, head_dim=head_dim) for kind in masks)
         own = [
-            sum(added_cost(kind, n, m, d.rank or 0, head_dim) for kind in d.term.split("+"))
+            sum(added_cost(kind, n, m, d.columns(), head_dim) for kind in d.term.split("+"))
             for d in decisions
         ]
         plain = time_per_score(PLAIN, n, m, head_dim)

@@ -13,7 +13,8 @@ from ..errors import DecompositionError
 from ..options import DecomposeOptions
 from ..terms import Diagonal, LowRank, Term
 from .candidates import Candidate
-from .costs import SMALLEST_BUCKET, added_cost, rank_bucket
+from .costs import SMALLEST_BUCKET, added_cost
+from .decision import kernel_columns
 from .head_tables import select
 from .loss import Loss, measure
 from .low_rank_diagonal import truncated_svd_with_diagonal
@@ -52,10 +53,13 @@ class Truncation:
                 f"{self._what(rank)}{free} keeps {lost['energy']:.4%} of the row-centred energy, "
                 f"attention error {lost['attention_error']:.3g}"
             )
-            kind, cost = self._kind(rank), added_cost("low_rank", n, m, rank, head_dim)
+            split = min(self.svd.term.split or 0, rank)
+            columns = kernel_columns(rank, split)
+            kind, cost = self._kind(rank), added_cost("low_rank", n, m, columns, head_dim)
             if self.svd.diagonal is not None:
                 cost += added_cost("diagonal", n, m, head_dim=head_dim)
-            found[head] = Candidate(kind, cost, why, None if kind == "diagonal" else rank, **lost)
+            lost |= {"rank": None if kind == "diagonal" else rank, "split": split}
+            found[head] = Candidate(kind, cost, why, **lost)
         return found
 
     def kinds(self) -> tuple[str, ...]:
@@ -177,7 +181,7 @@ def truncate_with_diagonal(
 def _most_worth_having(plain: Candidate, options: DecomposeOptions) -> int:
     """The largest rank that, with a diagonal, beats a head's plain factors."""
     assert plain.rank is not None
-    padded = rank_bucket(plain.rank)
+    padded = plain.padded()
     if plain.miss(options):
         return padded  # as many columns, but a criterion more
     return padded // 2 if padded > SMALLEST_BUCKET else 0

@@ -153,6 +153,8 @@ def _with_sizes(plan: SitePlan, description: Description) -> SitePlan:
 def _decide(plan: SitePlan, description: Description, options: DecomposeOptions) -> SitePlan:
     if description.depends_on_input and not description.builders:
         return replace(plan, reason=NEEDS_FIT)
+    if description.not_worth and options.method == "auto" and not options.force_all:
+        return replace(plan, reason=description.not_worth)
     result = Decomposition(ScoreBias((), description.num_heads), ())
     if description.bias is not None:
         result = decompose(

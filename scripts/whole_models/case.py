@@ -31,6 +31,8 @@ CUDNN = {SDPA_CUDNN: SDPA, NONE_CUDNN: NO_BIAS}
 NONE_FLEX = "none-flex"
 OURS = "ours"
 EXACT = "exact"
+#: as ours, where a plan leaves every site alone: what shows whether it is right
+FORCED = "forced"
 #: truncated as the paper truncates Pangu-Weather's biases
 SVD_56 = "svd-56"
 #: the original's formula, a few rows at a time: the truth where the original is out of memory
@@ -48,6 +50,7 @@ WAYS = {
     NONE_FLEX: "no bias, FlexAttention",
     OURS: "ours",
     EXACT: "ours, exact",
+    FORCED: "ours, although a plan leaves it alone",
     SVD_56: "ours, rank 56 at the fine scale, elsewhere by hand, dense bias, SDPA",
 }
 #: ways that compute another function on purpose
@@ -159,10 +162,13 @@ def converted(
 ) -> nn.Module:
     """Patch a model: `OURS` as this package decides, `EXACT` with every bit of the bias.
 
+    `FORCED` is as `OURS`, of sites that a plan would leave alone.
+
     Args:
         model: the original.
-        way: one of these two.
-        force: patch sites that this package would leave alone, too, as `EXACT` always does.
+        way: one of these three.
+        force: patch sites that this package would leave alone, too, as `EXACT` and `FORCED`
+            always do.
         method: of `OURS`.
         **how: of `patch_model`.
 
@@ -170,7 +176,8 @@ def converted(
         RuntimeError: a site is not patched.
     """
     method = "exact" if way == EXACT else method
-    plan = patch_model(model, method=method, force_all=force or way == EXACT, **how)
+    force = force or way in (EXACT, FORCED)
+    plan = patch_model(model, method=method, force_all=force, **how)
     return _kept(model, plan)
 
 

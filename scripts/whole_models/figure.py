@@ -10,9 +10,10 @@ from typing import Any
 from .case import split_variant
 from .writing import is_right
 
-_COLORS = {"ours": "#2f6fab", "exact": "#7fb0dc", "none": "#bdbdbd", "original": "#c0504d",
-           "sdpa": "#e0a458", "sdpa-cudnn": "#f0cfa0", "none-cudnn": "#dddddd",
-           "none-flex": "#eeeeee", "flex": "#6a9a5b", "flex-alibi": "#a9c99a"}  # fmt: skip
+_COLORS = {"ours": "#2f6fab", "forced": "#2f6fab", "exact": "#7fb0dc", "none": "#bdbdbd",
+           "original": "#c0504d", "sdpa": "#e0a458", "sdpa-cudnn": "#f0cfa0",
+           "none-cudnn": "#dddddd", "none-flex": "#eeeeee", "flex": "#6a9a5b",
+           "flex-alibi": "#a9c99a"}  # fmt: skip
 _COLUMNS = 3
 _MARKS = {"eager": "o", "compiled": "s", "graphs": "^", "warm": "v", "layers": "D"}
 

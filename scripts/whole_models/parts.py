@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from .case import EXACT, FUSED, ORIGINAL, OURS, Case, converted
+from .case import EXACT, FORCED, FUSED, ORIGINAL, OURS, Case, converted
 from .given import Inputs
 
 #: parts of the names of parameters that biases are made of; they become normal, variance one
@@ -72,6 +72,8 @@ def of_torchvision(n: int, heads: list[int], dim: int) -> Callable[[], nn.Module
 
 #: recipes whose originals timm's experimental switch changes
 SWITCHED = ("timm_swin",)
+#: how models begin that a plan leaves alone, since they gain nothing
+LEFT_ALONE = "timm_rel_pos, ViT"
 
 
 def with_fused_attention(model: nn.Module) -> nn.Module:
@@ -92,7 +94,8 @@ def family(
     name: str, batch: int, n: int, make: Callable[[], nn.Module], given: Inputs, *, tiny: bool
 ) -> Case:
     """A case with the original and both ways to convert; of a tiny one all sites are patched."""
-    switched = (FUSED,) if name.partition(",")[0] in SWITCHED else ()
+    more = (FUSED,) if name.partition(",")[0] in SWITCHED else ()
+    ours = FORCED if name.startswith(LEFT_ALONE) else OURS
 
     def build(device: torch.device) -> nn.Module:
         return with_biases(make()).to(device)
@@ -103,7 +106,8 @@ def family(
     def alter(model: nn.Module, way: str) -> nn.Module:
         return with_fused_attention(model) if way == FUSED else converted(model, way, force=tiny)
 
-    return Case(name, batch, n, (*FAMILY_WAYS, *switched), build, inputs, alter, FAMILY_MODES)
+    ways = (ORIGINAL, ours, EXACT, *more)
+    return Case(name, batch, n, ways, build, inputs, alter, FAMILY_MODES)
 
 
 class Sizes:

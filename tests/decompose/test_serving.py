@@ -23,12 +23,18 @@ SAVED_MS = 1e-9 * 4 * N * N * 2
 
 
 def few_values(*ranks: int) -> Tensor:
-    """A head for each: so many singular values of 1, and no others."""
+    """A head for each: so many singular values of 1, and little beside them.
+
+    Without that half precision would lose more by rounding factors than they leave out, and would
+    carry each column as two parts.
+    """
     draw = torch.Generator().manual_seed(0)
     heads = []
     for rank in ranks:
         u, v = (torch.linalg.qr(torch.randn(1, N, rank, generator=draw)).Q for _ in range(2))
-        heads.append(N * u @ (v - v.mean(-2, keepdim=True)).mT)
+        rest = 0.05 * rank**0.5 / N * torch.randn(1, N, N, generator=draw)
+        bias = u @ (v - v.mean(-2, keepdim=True)).mT + rest
+        heads.append(N * bias)
     return torch.cat(heads)[None]
 
 

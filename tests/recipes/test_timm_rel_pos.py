@@ -176,3 +176,19 @@ def test_short_windows_are_left_alone() -> None:
     assert [site.n for site in plan.sites] == [16, 16, 9, 4]
     assert [site.status for site in plan.sites] == ["patched"] * 2 + ["left alone"] * 2
     assert "does not get faster" in plan.sites[2].reason
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_was_measured_to_gain_nothing_is_left_alone(shared: bool) -> None:
+    def status(side: int, heads: int, **options: Any) -> set[tuple[str, str]]:
+        model = vit(img_size=4 * side, embed_dim=64, num_heads=heads, shared_rel_pos=shared)
+        sites = inspect_model(model, **options).sites
+        return {(site.status, site.reason.partition(":")[0]) for site in sites}
+
+    assert status(14, 1) == {("left alone", "196 tokens and heads of 64")}
+    patched = [
+        status(14, 1, force_all=True), status(14, 1, method="exact"),
+        status(15, 1),  # more tokens
+        status(14, 2),  # narrower heads
+    ]  # fmt: skip
+    assert {state for found in patched for state, _ in found} == {"patched"}
