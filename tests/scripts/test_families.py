@@ -138,7 +138,7 @@ ATTENTIONS = {
 
 def test_what_a_plan_leaves_alone_is_measured_all_the_same() -> None:
     """And said to be that: such a row counts for no gain of a recipe."""
-    assert supported_table.OURS == f"{OURS}-compiled"
+    assert f"{OURS}-compiled" == supported_table.OURS
     found = {name: case for name, case in families.cases().items() if FORCED in case.ways}
     assert found and all(parts.LEFT_ALONE in name for name in found)
     for case in found.values():
