@@ -25,6 +25,7 @@ from .origin import note_of_lost
 from .pickles import is_mappable
 from .pieces import can_be_copied
 from .read import Checkpoint
+from .transformers_names import candidates
 from .weights import equal_bits
 
 #: blocks of this share of the largest shard are given back when they are freed; what is smaller
@@ -189,22 +190,13 @@ def _by_model_names(
     if arch.library != "transformers":
         return align(checkpoint.tensors, model)
     target = model.state_dict(keep_vars=True)
-    for names in _transformers_names(checkpoint.tensors, model):
+    for names in candidates(checkpoint.tensors, model):
         known = {n: checkpoint.tensors[key] for n, key in names.items() if n in target}
         found = fill_tied(known, target)
         if found.keys() == target.keys():
             check_kinds(found, target)
             return {key: found[key] for key in target}
-    raise NotMappable("transformers renames its weights while it loads them")
-
-
-def _transformers_names(tensors: Mapping[str, Tensor], model: Any) -> Iterator[dict[str, str]]:
-    """As they are, and with or without the name that models with a head have for the rest."""
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    yield {key: key for key in tensors}
-    if prefix != ".":
-        yield {key if key.startswith(prefix) else prefix + key: key for key in tensors}
-        yield {key.removeprefix(prefix): key for key in tensors}
+    raise NotMappable("in the model that transformers makes of them its weights are other tensors")
 
 
 def _split_tied(

@@ -1,0 +1,59 @@
+"""Which key of a file is which weight of a transformers model, told without reading any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+
+def candidates(keys: Iterable[str], model: Any) -> Iterator[dict[str, str]]:
+    """Ways to bring the keys of files under the names of a model, each as name -> key.
+
+    As they are; with, and without, the name that models with a head have for the rest; as this
+    release of transformers renames them while it loads them (`renamed`).
+
+    Args:
+        keys: of the files.
+        model: a `PreTrainedModel`; its weights are not looked at.
+    """
+    keys = list(keys)
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    yield {key: key for key in keys}
+    if prefix != ".":
+        yield {key if key.startswith(prefix) else prefix + key: key for key in keys}
+        yield {key.removeprefix(prefix): key for key in keys}
+    names = renamed(keys, model)
+    if names is not None:
+        yield names
+
+
+def renamed(keys: Iterable[str], model: Any) -> dict[str, str] | None:
+    """Name -> key as transformers' own rules have it, which keep old checkpoints in use.
+
+    Returns:
+        None where a rule makes something else of a tensor than another name, or one of two; and
+        with releases of transformers that have no such rules.
+    """
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            rename_source_key,
+        )
+    except ImportError:  # none of them is promised
+        return None
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    known: Mapping[str, Any] = model.state_dict()
+    prefix = getattr(model, "base_model_prefix", None)
+    found: dict[str, str] = {}
+    for key in sorted(keys):  # a group of rules begins with the first of its keys
+        name, converter = rename_source_key(key, renamings, converters, prefix, known)
+        if name not in known and key in known:
+            name, converter = rename_source_key(key, [], [], prefix, known)
+        if converter is not None or name in found:
+            return None
+        found[name] = key
+    return found
