@@ -3,9 +3,11 @@
     python scripts/check_sharded.py 20 --shard 2        # gigabytes; needs twice that, and a shard
     python scripts/check_sharded.py 2 --shard 0.5 --layout bin
     python scripts/check_sharded.py 0.36 --shard 0.09 --model swin --method auto
+    python scripts/check_sharded.py 0.8 --shard 0.1 --model swin-transformers --method auto
 
 Makes a BLOOM of that size (or a SwinV2 with windows of 24 x 24, whose biases have to be made and
-decomposed) with random weights in FOLDER, copies it (what the disk can do), converts
+decomposed, or a Swin as transformers saves it, under other names than it loads it) with random
+weights in FOLDER, copies it (what the disk can do), converts
 it in a process whose memory is measured, converts it again and kills that half-way, and goes on.
 Both outputs must have the same bytes, and every tensor those of the input. Writes
 scripts/results/check_sharded.csv, a row for each step; memory is resident memory, mapped files
@@ -41,6 +43,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from flashbias_convert.checkpoint.origin import SOURCE_KEY
+
 RESULTS = Path(__file__).parent / "results" / "check_sharded.csv"
 HIDDEN, VOCABULARY = 4096, 1024
 PARTS = ("allocated", "mapped of checkpoints", "mapped of libraries")
@@ -54,7 +58,7 @@ def main() -> int:
     parser.add_argument("gigabytes", type=float)
     parser.add_argument("--shard", type=float, default=2.0, help="gigabytes of a shard")
     parser.add_argument("--layout", choices=("safetensors", "bin"), default="safetensors")
-    parser.add_argument("--model", choices=("bloom", "swin"), default="bloom")
+    parser.add_argument("--model", choices=tuple(MAKERS), default="bloom")
     parser.add_argument("--method", choices=("auto", "exact", "svd"), default="auto")
     parser.add_argument("--folder", type=Path, default=None, help="where there is space")
     parser.add_argument("--worker", nargs=3, default=None, help=argparse.SUPPRESS)
@@ -104,7 +108,7 @@ class Check:
         return 0 if all(checks.values()) else 1
 
     def _make(self) -> None:
-        make = {"bloom": make_bloom, "swin": make_swin}[self._args.model]
+        make = MAKERS[self._args.model]
         make(self._source, self._args.gigabytes, self._args.shard, self._args.layout)
         sizes = [p.stat().st_size for p in self._source.iterdir()]
         self._largest, self._total = max(sizes), sum(sizes)
@@ -198,7 +202,7 @@ def work(source: Path, output: Path, limit: int, args: argparse.Namespace) -> in
             os.kill(os.getpid(), signal.SIGKILL)
 
     with tempfile.TemporaryDirectory() as folder:  # whatever is imported late
-        make = {"bloom": make_bloom, "swin": make_swin}[args.model]
+        make = MAKERS[args.model]
         make(Path(folder) / "warm", 0, 1, "safetensors", small=True)
         convert_checkpoint(Path(folder) / "warm", options=options)
     Path("/proc/self/clear_refs").write_text("5")
@@ -309,6 +313,28 @@ def make_swin(
     write(folder, state, shard, layout, lambda key: state[key].clone())
 
 
+def make_swin_of_transformers(
+    folder: Path, gigabytes: float, shard: float, layout: str, small: bool = False
+) -> None:
+    """A Swin-Large in float32 with windows of 12 x 12, with as many blocks as fit."""
+    import transformers
+
+    depth = max(2, round((gigabytes * 1e9 - 276e6) / 28.4e6))  # of the third stage
+    sizes: dict[str, Any] = {"embed_dim": 192, "depths": [2, 2, depth, 2], "window_size": 12}
+    sizes |= {"num_heads": [6, 12, 24, 48], "image_size": 384}
+    if small:
+        sizes = {"embed_dim": 32, "depths": [1, 1], "num_heads": [1, 2], "window_size": 8}
+        sizes |= {"image_size": 64}
+    torch.manual_seed(0)
+    model = transformers.SwinForImageClassification(transformers.SwinConfig(**sizes))
+    for key, parameter in model.named_parameters():
+        if "bias_table" in key:  # zeros at initialisation
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(folder, max_shard_size=f"{round(1e3 * shard)}MB")
+    if layout != "safetensors":
+        raise SystemExit("transformers saves safetensors alone")
+
+
 def write(
     folder: Path,
     state: dict[str, Tensor],
@@ -348,6 +374,14 @@ def random_bits(random: np.random.Generator, like: Tensor) -> Tensor:
     return torch.from_numpy(bits.copy()).view(like.dtype).reshape(like.shape)
 
 
+#: by `--model`
+MAKERS = {
+    "bloom": make_bloom,
+    "swin": make_swin,
+    "swin-transformers": make_swin_of_transformers,
+}
+
+
 # -- comparing -----------------------------------------------------------------------------
 
 
@@ -363,11 +397,14 @@ def hashes(folder: Path) -> dict[str, str]:
 def different_tensors(source: Path, output: Path) -> list[str]:
     """Names of the tensors of the input that the output lacks or has with other bytes."""
     index = json.loads((output / "model.safetensors.index.json").read_text())["weight_map"]
+    with safe_open(output / index[next(iter(index))], framework="pt") as file:
+        renamed = json.loads(file.metadata()[SOURCE_KEY])["renamed"]
     differing = []
     for path in sorted(source.glob("*model-*")):
         for key, tensor in tensors_of(path):
-            with safe_open(output / index[key], framework="pt") as file:
-                found = file.get_tensor(key)
+            name = renamed.get(key, key)
+            with safe_open(output / index[name], framework="pt") as file:
+                found = file.get_tensor(name)
             same = found.dtype == tensor.dtype and found.shape == tensor.shape
             if not same or not torch.equal(found.view(torch.int16), tensor.view(torch.int16)):
                 differing.append(key)
