@@ -16,6 +16,8 @@ from typing import Any
 
 #: seconds for imports and for the processes to meet
 START_S = 120.0
+#: characters of a log that are shown: where all threads are takes many, the innermost come first
+_SAID = 40_000
 #: what goes on to the processes
 SHARED = ("backend", "device", "size", "repeats", "limit_s")
 
@@ -74,6 +76,7 @@ class Watched:
                 found: dict[str, Any] = json.loads(lines[self._read - 1])
                 return found
             if any(dead):
+                self._tell_where()  # whoever waits for the dead
                 return self._failed(self._reason(dead.index(True)))
             if all(p.poll() == 0 for p in self._processes):
                 return self._failed("the processes ended before it was done")
@@ -90,14 +93,14 @@ class Watched:
     def _tell_where(self) -> None:
         """Processes write into their logs where they are, which takes a moment."""
         for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGUSR1)
+            process.send_signal(signal.SIGUSR1)  # to nobody where it has ended
         time.sleep(0.5)
 
     def _failed(self, reason: str) -> dict[str, Any]:
         self.usable = False
-        for log in self._folder.glob("log-*.txt"):
-            print(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}", file=sys.stderr)
+        for log in sorted(self._folder.glob("log-*.txt")):
+            said = log.read_text(errors="replace")[-_SAID:]
+            print(f"--- {log.name}\n{said}", file=sys.stderr)
         return {"status": "failed", "reason": reason}
 
     def _reason(self, rank: int) -> str:
