@@ -210,16 +210,18 @@ def _fused(
         and not any(x.requires_grad for x in (query, key, value))
     ):
         query = _follow(query, mask)
-    with _under_transforms():
+    with _under_transforms(mask):
         out = F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=is_causal, scale=scale
         )
     return out[..., :dv].reshape(*batch, *out.shape[-3:-1], dv)
 
 
-def _under_transforms() -> AbstractContextManager[Any]:
+def _under_transforms(mask: Tensor | None) -> AbstractContextManager[Any]:
     """Torch's kernel for CUDA refuses a mask that vmap's other entries share: products there."""
-    transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    if mask is None or torch.compiler.is_compiling():
+        return nullcontext()
+    transformed = torch._C._are_functorch_transforms_active()
     return sdpa_kernel(SDPBackend.MATH) if transformed else nullcontext()
 
 

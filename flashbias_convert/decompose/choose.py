@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from ..errors import UsageError
 from ..options import DecomposeOptions
 from ..terms import ScoreBias, Term
 from .candidates import NO_TERM, Candidate, exact_candidates
-from .costs import SHORTEST_N, rank_bucket, shared_dense_cost
+from .costs import SHORTEST_N, shared_dense_cost
 from .decision import Decomposition
 from .exact import dense_term, is_row_constant
 from .head_tables import Tables, find_tables, select
@@ -70,19 +70,26 @@ def decompose(
     left_alone = _left_alone(bias, options)
     truncations = [] if left_alone else _truncations(bias, heads, options, name, visible)
     n, m = bias.shape[-2:]
-    found = [t.candidates(n, m, head_dim) for t in truncations]
-    low_rank = {h: [some[h] for some in found if h in some] for h in heads}
+    low_rank = by_head(heads, [t.candidates(n, m, head_dim) for t in truncations])
     needs_exact = [h for h in heads if _taken_by_svd(low_rank[h], options) is None]
     tables = find_tables(bias, needs_exact, index, name)
 
+    exact = {h: exact_candidates(bias, h, tables, head_dim) for h in heads}
     picked = dict.fromkeys(range(num_heads), (NO_TERM, NO_TERM.why))
-    for head in heads:
-        exact = exact_candidates(bias, head, tables, head_dim)
-        picked[head] = pick(exact, low_rank[head], options)
+    picked |= {h: pick(exact[h], low_rank[h], options) for h in heads}
+    splits = [t.split_of(factored(t, picked)) for t in truncations]
+    if any(splits):  # heads of one launch split as many columns as any of them needs
+        found = zip(truncations, splits, strict=True)
+        low_rank = by_head(heads, [t.candidates(n, m, head_dim, split) for t, split in found])
+        picked |= {h: pick(exact[h], low_rank[h], options) for h in heads}
     if shared and options.method == "auto" and not left_alone:
         picked = all_dense(picked, shared_dense_cost(n, m, head_dim))
     terms = terms_of(bias, {h: c.term for h, (c, _) in picked.items()}, tables, truncations)
-    decisions = tuple(c.decision(h, reason) for h, (c, reason) in picked.items())
+    split = {h: t.split_of(own) for t in truncations for own in [factored(t, picked)] for h in own}
+    decisions = tuple(
+        replace(c, split=min(split.get(h, 0), c.rank or 0)).decision(h, reason)
+        for h, (c, reason) in picked.items()
+    )
     return Decomposition(ScoreBias(terms, num_heads), decisions, left_alone)
 
 
@@ -121,6 +128,17 @@ def _truncations(
     return [plain] if more is None else [plain, more]
 
 
+def by_head(heads: list[int], found: list[dict[int, Candidate]]) -> dict[int, list[Candidate]]:
+    """The truncations of each head, in order of what made them."""
+    return {h: [some[h] for some in found if h in some] for h in heads}
+
+
+def factored(truncation: Truncation, picked: dict[int, tuple[Candidate, str]]) -> list[int]:
+    """The heads that have taken factors of a truncation, which share a launch."""
+    kinds = truncation.kinds()
+    return [h for h, (c, _) in picked.items() if c.term in kinds and c.rank]
+
+
 # -- picking -------------------------------------------------------------------------------
 
 
@@ -130,7 +148,7 @@ def _taken_by_svd(low_rank: list[Candidate], options: DecomposeOptions) -> Candi
         return None
     good = [c for c in low_rank if not c.miss(options)]
     # of equals the first one, without a diagonal
-    return min(good, key=lambda c: rank_bucket(c.rank or 0), default=None)
+    return min(good, key=lambda c: c.padded(), default=None)
 
 
 def pick(
@@ -196,7 +214,7 @@ def terms_of(
         heads = [h for h in of(table.kind) if h in members]
         chosen = table.select_heads([members.index(h) for h in heads]) if heads else None
         if chosen is not None:
-            terms.append(dataclasses.replace(chosen, heads=named(heads, total)))
+            terms.append(replace(chosen, heads=named(heads, total)))
     if of("dense"):
         terms.append(dense_term(select(bias, of("dense")), named(of("dense"), total)))
     return tuple(terms)

@@ -39,8 +39,15 @@ class Truncation:
     svd: TruncatedSVD
     loss: Loss
 
-    def candidates(self, n: int, m: int, head_dim: int | None = None) -> dict[int, Candidate]:
-        """A candidate per head, with the losses of its worst batch entry."""
+    def candidates(
+        self, n: int, m: int, head_dim: int | None = None, split: int = 0
+    ) -> dict[int, Candidate]:
+        """A candidate per head, with the losses of its worst batch entry.
+
+        Args:
+            n, m, head_dim: see `costs.added_cost`.
+            split: columns that heads which share a launch split; a head may need more by itself.
+        """
         losses = vars(self.loss.worst_over_batch())
         # together: each list waits for a card
         worst = dict(zip(losses, torch.stack(tuple(losses.values())).tolist(), strict=True))
@@ -53,12 +60,12 @@ class Truncation:
                 f"{self._what(rank)}{free} keeps {lost['energy']:.4%} of the row-centred energy, "
                 f"attention error {lost['attention_error']:.3g}"
             )
-            split = min(self.svd.term.split or 0, rank)
-            columns = kernel_columns(rank, split)
+            own = min(max(split, self.split_of([head])), rank)
+            columns = kernel_columns(rank, own)
             kind, cost = self._kind(rank), added_cost("low_rank", n, m, columns, head_dim)
             if self.svd.diagonal is not None:
                 cost += added_cost("diagonal", n, m, head_dim=head_dim)
-            lost |= {"rank": None if kind == "diagonal" else rank, "split": split}
+            lost |= {"rank": None if kind == "diagonal" else rank, "split": own}
             found[head] = Candidate(kind, cost, why, **lost)
         return found
 
@@ -100,10 +107,22 @@ class Truncation:
         assert picked is not None
         rank = max(picked.head_ranks())
         phi_q, phi_k = (p[..., :rank].contiguous() for p in (picked.phi_q, picked.phi_k))
+        return dataclasses.replace(picked, phi_q=phi_q, phi_k=phi_k, split=self.split_of(heads))
+
+    def split_of(self, heads: list[int]) -> int:
+        """How many columns these heads split, if they share a launch."""
+        most = self.svd.term.split or 0
+        at = [self.heads.index(h) for h in heads]
+        if not most or not at:
+            return 0
+        ranks = self.svd.term.head_ranks()
+        rank = max(ranks[i] for i in at)
+        phi_q, phi_k = (
+            self.svd.term.phi_q[..., at, :, :rank],
+            self.svd.term.phi_k[..., at, :, :rank],
+        )
         # never more than before: filled columns were counted with that split
-        split = split_columns(phi_q, phi_k, self.svd.errors[..., at])
-        split = min(split, self.svd.term.split or 0)
-        return dataclasses.replace(picked, phi_q=phi_q, phi_k=phi_k, split=split)
+        return min(split_columns(phi_q, phi_k, self.svd.errors[..., at]), most)
 
 
 def named(heads: list[int], total: int) -> tuple[int, ...] | None:
