@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -53,7 +54,8 @@ def patch_model(
         **options: keyword arguments of `inspect_model`.
 
     Returns:
-        The plan, with one entry for every site. A site that failed stayed as it was.
+        The plan, with one entry for every site. A site that failed stayed as it was. A warning
+        says so, and why, if that is true of all.
 
     Raises:
         NothingToConvertError, UsageError: see `inspect_model`; the model is as it was. So it is
@@ -64,6 +66,8 @@ def patch_model(
     refuse_trained(model)
     plan = inspect_model(model, **options)
     apply_plan(model, plan, recipes=options.get("recipes", ()), backend=backend, train=train)
+    if not plan.patched:
+        warnings.warn(f"nothing was converted: {plan.why_nothing()}", stacklevel=2)
     return plan
 
 

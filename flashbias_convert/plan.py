@@ -137,6 +137,12 @@ class Plan:
         """Number of sites by status."""
         return dict(Counter(site.status for site in self.sites))
 
+    def why_nothing(self) -> str:
+        """Of a plan that patches no site: how its sites end, and the most frequent reason."""
+        counts = ", ".join(f"{status} {count}" for status, count in self.counts().items())
+        (reason, _), *others = Counter(site.reason for site in self.sites).most_common()
+        return f"{counts} ({reason}{', and other reasons' if others else ''})"
+
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; everything that `load_model` needs besides the tensors."""
         return {

@@ -32,6 +32,8 @@ def mark_trained(plan: Plan) -> None:
     Raises:
         UsageError: no patched site has terms to train, or the plan holds no terms.
     """
+    if not plan.patched:
+        raise UsageError(f"there are no terms to train: {plan.why_nothing()}")
     learning = [site for site in plan.patched if _has_terms(site)]
     if not learning:
         raise UsageError(

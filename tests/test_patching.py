@@ -21,6 +21,7 @@ from flashbias_convert.errors import UsageError
 from flashbias_convert.modules import ScoreBiasModule
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.terms import Dense, LowRank, ScoreBias
+from tests import patching
 from tests.patching import ATTN, attention, patch, run
 from tests.support import assert_parity
 from tests.toy import (
@@ -453,3 +454,12 @@ def test_prepared_terms_are_made_once_and_again_after_a_load() -> None:
     terms.load_state_dict({**terms.state_dict(), "dense.bias": torch.ones(2, 6, 6)})
     assert terms.prepared() is not first
     assert torch.equal(terms.bias.dense(6, 6), torch.ones(2, 6, 6))
+
+
+def test_a_model_that_is_left_as_it_was_is_told_so_and_why() -> None:
+    model = make_model()
+    with pytest.warns(UserWarning, match=r"nothing was converted: left alone 3 \(excluded") as told:
+        plan = patch(model, exclude=ATTN)
+    assert not plan.patched and told[0].filename == patching.__file__
+    with pytest.raises(UsageError, match=r"no terms to train: left alone 3 \(excluded"):
+        patch(model, exclude=ATTN, train="terms")
