@@ -125,7 +125,7 @@ def pack(bias: ScoreBias, *, half: bool, scale: float | None = None) -> PackedBi
     reason = unsupported(bias, half=half)
     if reason:
         raise UnsupportedTermError(f"the triton backend cannot add this bias: {reason}")
-    bias = for_kernel(bias, half=half)
+    bias = for_kernel(bias.with_one_dense(), half=half)
     specs, flat = [], []
     for heads in head_groups(bias, half=half):
         spec, tensors = _pack_group(bias, heads, half, scale)
@@ -137,7 +137,8 @@ def pack(bias: ScoreBias, *, half: bool, scale: float | None = None) -> PackedBi
 def can_join(own: ScoreBias, extra: Sequence[Term]) -> bool:
     """Whether `join` can add these terms to the packed form of a bias. Reads no tensors."""
     simple = all(t.heads is None and not isinstance(t, Axial | LowRank) for t in extra)
-    return len(own.terms) > 0 and simple
+    added_up = all(any(isinstance(t, Dense) for t in terms) for terms in (own.terms, extra))
+    return len(own.terms) > 0 and simple and not added_up
 
 
 def join(packed: PackedBias, extra: Sequence[Term]) -> PackedBias:
@@ -184,7 +185,8 @@ def unsupported(bias: ScoreBias, *, half: bool) -> str | None:
     for head in _different_heads(bias):
         own = [t for t in bias.terms if _touches(t, head)]
         kinds = [t.kind for t in own if not isinstance(t, LowRank)]
-        double = sorted({k for k in kinds if kinds.count(k) > 1})
+        # those are added up
+        double = sorted({k for k in kinds if kinds.count(k) > 1 and k != Dense.kind})
         if double:
             return f"head {head} has more than one {double[0]} term"
         columns = _head_columns(own, head, half)

@@ -93,7 +93,7 @@ def pack_for_training(bias: ScoreBias, *, half: bool) -> PackedBias:
         Tensors by group of heads as in `pack`, but `phi_q` and `phi_k` of a group are not rounded,
         with the columns in front that are to be split; `top_q` and `top_k` are their `column_tops`.
     """
-    bias = _for_training(bias, half)
+    bias = _for_training(bias.with_one_dense(), half)
     specs, flat = [], []
     for heads in head_groups(bias, half=half):
         spec, tensors = _pack_group(bias, heads, half)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -112,6 +113,26 @@ class ScoreBias:
     def requires_grad(self) -> bool:
         """Whether any tensor asks for a gradient."""
         return any(t.requires_grad for _, t in self.named_tensors())
+
+    def with_one_dense(self) -> ScoreBias:
+        """The same sum, where dense terms that share heads are one. Differentiable.
+
+        A mask that comes with a call is such a term beside a dense bias. They are added up in fp32
+        at least; the sum is bf16 if the first of them is.
+        """
+        dense = [term for term in self.terms if isinstance(term, Dense)]
+        of = [h for t in dense for h in (range(self.num_heads) if t.heads is None else t.heads)]
+        if len(of) == len(set(of)):
+            return self
+        dtype = functools.reduce(torch.promote_types, (t.bias.dtype for t in dense), torch.float32)
+        n, m = dense[0].bias.shape[-2:]
+        parts = [self._spread(term, term.dense(n, m, dtype=dtype)) for term in dense]
+        total = functools.reduce(torch.add, parts)
+        if dense[0].bias.dtype == torch.bfloat16:  # which reaches as far; fp16 does not
+            total = total.to(torch.bfloat16)
+        one = Dense(bias=total)
+        others = tuple(term for term in self.terms if not isinstance(term, Dense))
+        return ScoreBias((*others, one), self.num_heads)
 
     # -- heads, moves ----------------------------------------------------------------------
 

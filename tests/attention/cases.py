@@ -159,6 +159,9 @@ BIASES: dict[str, Callable[[Inputs], ScoreBias | None]] = {
     "regions-rows": lambda x: x.bias(x.rows(x.regions())),
     "dense": lambda x: x.bias(x.dense()),
     "dense-rows": lambda x: x.bias(x.rows(x.dense())),
+    "two-dense": lambda x: x.bias(
+        Dense(bias=x.normal(1, x.n, x.m), heads=(x.heads - 1,)), x.rows(x.dense((2,))), x.alibi()
+    ),
     "diagonal": lambda x: x.bias(x.diagonal()),
     "diagonal-rows": lambda x: x.bias(x.rows(x.diagonal((2,)))),
     "lookup": lambda x: x.bias(x.lookup((2,))),

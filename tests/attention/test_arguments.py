@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flashbias_convert import Alibi, Dense, KeyBias, LowRank, RelativeTable, ScoreBias
-from flashbias_convert.attention import flashbias_attention
+from flashbias_convert.attention import PreparedBias, flashbias_attention
 from flashbias_convert.attention.backends import BackendFallbackWarning, _warn
 from flashbias_convert.errors import UnsupportedTermError, UsageError
 
@@ -103,10 +103,10 @@ def test_unknown_backend() -> None:
 
 def test_the_kernel_refuses_what_it_cannot_add(kernel: str, device: torch.device) -> None:
     x = Inputs(device)
-    two = x.bias(x.dense(), x.dense())
-    with pytest.raises(UnsupportedTermError, match="more than one dense term"):
+    two = x.bias(x.table(), x.table())
+    with pytest.raises(UnsupportedTermError, match="more than one relative_table term"):
         flashbias_attention(x.q, x.k, x.v, two, backend=kernel)
-    with pytest.warns(BackendFallbackWarning, match="more than one dense term"):
+    with pytest.warns(BackendFallbackWarning, match="more than one relative_table term"):
         _warn.cache_clear()
         out = flashbias_attention(x.q, x.k, x.v, two)
     expected = flashbias_attention(x.q, x.k, x.v, two, backend="eager")
@@ -150,3 +150,21 @@ def test_a_learnt_scale_of_one_head_stays_one_in_a_trace() -> None:
     with torch.no_grad():
         traced.scale.fill_(5.0)
     assert not torch.allclose(traced(q), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_mask_of_a_call_joins_a_dense_bias(dtype: torch.dtype) -> None:
+    """The kernels read one matrix: that of windows with their mask, whose batch it has."""
+    x = Inputs(CPU, dtype, batch=(3, 4))
+    own = PreparedBias(x.bias(Dense(bias=x.dense().bias.to(dtype))))
+    mask = Dense(bias=-100 * (x.normal(4, 1, x.n, x.m) > 0).float())
+    joined = own.joined((mask,))
+    half = dtype != torch.float32
+    assert joined.problem(half) is None and joined.problem(half, training=True) is None
+    (group,), (dense,) = joined.packed(half, None).groups, joined.packed(half, None).tensors
+    assert group.tensors == ("dense",) and dense.shape == (4, x.heads, x.n, x.m)
+    assert dense.dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+    wanted = x.bias(*own.bias.terms, mask).dense(x.n, x.m)
+    torch.testing.assert_close(dense.float(), wanted, rtol=2**-8, atol=0)
+    seen = mask.bias == 0
+    assert torch.equal(dense.float()[seen.expand_as(dense)], wanted[seen.expand_as(wanted)])
