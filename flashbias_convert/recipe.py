@@ -83,7 +83,7 @@ class Description:
         pairs: what such a bias is made from, so that what calls take can be told; None if that is
             not known.
         not_worth: why method "auto" leaves the site alone, with what was measured; empty where it
-            pays. Other methods, and `force_all`, convert it all the same.
+            pays. Other methods, calibrations and `force_all` convert it all the same.
     """
 
     bias: Tensor | None

@@ -56,7 +56,8 @@ def calibrate_model(
             `inspect_model`.
 
     Returns:
-        A plan for `apply_plan`. Sites without a decomposed bias are as planned with "exact".
+        A plan for `apply_plan`. Sites without a decomposed bias are as planned with "exact". All
+        sites are converted, those that `auto` would leave alone, too: `exclude` them.
 
     Raises:
         UsageError: no inputs, inputs that the model does not take, or a limit that makes no sense.
