@@ -139,6 +139,8 @@ class Plan:
 
     def why_nothing(self) -> str:
         """Of a plan that patches no site: how its sites end, and the most frequent reason."""
+        if not self.sites:
+            return "it has no sites"
         counts = ", ".join(f"{status} {count}" for status, count in self.counts().items())
         (reason, _), *others = Counter(site.reason for site in self.sites).most_common()
         return f"{counts} ({reason}{', and other reasons' if others else ''})"

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from flashbias_convert import (
+    Plan,
     patched,
     patched_attention,
     unpatch_model,
 )
 from flashbias_convert.errors import UsageError
 from flashbias_convert.modules import ScoreBiasModule
+from flashbias_convert.options import DecomposeOptions
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.terms import Dense, LowRank, ScoreBias
 from tests import patching
@@ -463,3 +465,7 @@ def test_a_model_that_is_left_as_it_was_is_told_so_and_why() -> None:
     assert not plan.patched and told[0].filename == patching.__file__
     with pytest.raises(UsageError, match=r"no terms to train: left alone 3 \(excluded"):
         patch(model, exclude=ATTN, train="terms")
+
+
+def test_a_plan_without_sites_says_that() -> None:
+    assert Plan(DecomposeOptions(), []).why_nothing() == "it has no sites"
