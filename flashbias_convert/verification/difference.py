@@ -24,7 +24,8 @@ class Difference:
         error_max, error_rms: converted against the original in the wider dtype.
         largest: largest absolute value of the original in the wider dtype.
         allowed_max, allowed_rms: twice the rounding, plus one unit in the last place of the
-            largest value: what the errors of an exact conversion stay within.
+            largest value, and of the root mean square of all: what the errors of an exact
+            conversion stay within.
         not_finite: which of the three holds NaN or infinity; "" if none does. Then every number
             is NaN.
     """
@@ -95,7 +96,6 @@ class Accumulator:
         largest, root = dict(self._max), {k: self._root(v) for k, v in self._squares.items()}
         if self._not_finite:
             largest, root = dict.fromkeys(largest, math.nan), dict.fromkeys(root, math.nan)
-        ulp = self._eps * largest["value"]
         return Difference(
             difference_max=largest["difference"],
             difference_rms=root["difference"],
@@ -104,8 +104,8 @@ class Accumulator:
             error_max=largest["error"],
             error_rms=root["error"],
             largest=largest["value"],
-            allowed_max=FACTOR * largest["rounding"] + ulp,
-            allowed_rms=FACTOR * root["rounding"] + ulp,
+            allowed_max=FACTOR * largest["rounding"] + self._eps * largest["value"],
+            allowed_rms=FACTOR * root["rounding"] + self._eps * root["value"],
             not_finite=" and ".join(self._not_finite),
         )
 

@@ -40,7 +40,7 @@ def verify_model(
     Beside every difference stands what rounding alone does: the original in the dtype in use
     against itself in a wider one (float64 for float32, float32 for half precision). Where all
     terms are exact, the converted model may be off by at most twice that, plus one unit in the
-    last place of the largest value, in the largest and in the root mean square error. Where terms
+    last place of the largest value (in the root mean square: of that of all values). Where terms
     were truncated, differences are reported, and judged by the limits that are given. Both models
     are as before afterwards.
 
