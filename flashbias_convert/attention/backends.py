@@ -134,9 +134,19 @@ def _spans_of(
 
 
 def warn_once(reason: str) -> None:
-    """Say once per process why a slower backend runs."""
-    if not torch.compiler.is_compiling():
+    """Say once per process why a slower backend runs; of compiled code when it is traced."""
+    if torch.compiler.is_compiling():
+        _warn_while_tracing(reason)
+    else:
         _warn(reason)
+
+
+def _warn_while_tracing(reason: str) -> None:
+    _warn(reason)
+
+
+# torch.compile runs it while it traces; see `_device_problem`
+_warn_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache

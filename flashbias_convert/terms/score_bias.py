@@ -53,7 +53,9 @@ class ScoreBias:
     num_heads: int
 
     def __post_init__(self) -> None:
-        require(self.num_heads > 0, f"num_heads must be positive, got {self.num_heads}")
+        # messages are made where they are needed: a trace cannot write open sizes into a string
+        if self.num_heads <= 0:
+            raise ValueError(f"num_heads must be positive, got {self.num_heads}")
         for term in self.terms:
             self._check_heads(term)
 
@@ -62,15 +64,14 @@ class ScoreBias:
             require_shape(f"{term.kind}: row_scale", term.row_scale, 2, "(*batch, H, N)")
         own, heads = term.num_own_heads(), term.heads
         expected = self.num_heads if heads is None else len(heads)
-        require(
-            own in (1, expected),
-            f"{term.kind} has {own} heads, expected 1 or {expected}",
-        )
+        if own != 1 and own != expected:  # a trace finds no open size in a tuple
+            raise ValueError(f"{term.kind} has {own} heads, expected 1 or {expected}")
         if heads is not None:
             valid = len(set(heads)) == len(heads) and all(0 <= h < self.num_heads for h in heads)
-            require(
-                valid, f"{term.kind}: heads {heads} are not distinct or not below {self.num_heads}"
-            )
+            if not valid:
+                raise ValueError(
+                    f"{term.kind}: heads {heads} are not distinct or not below {self.num_heads}"
+                )
 
     # -- meaning ---------------------------------------------------------------------------
 

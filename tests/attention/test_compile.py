@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flashbias_convert import LowRank, RelativeTable
-from flashbias_convert.attention import PreparedBias, flashbias_attention
+from flashbias_convert.attention import PreparedBias, backends, flashbias_attention
 from flashbias_convert.attention.flags import CAUSAL, COSINE, DETERMINISTIC
 from flashbias_convert.attention.packing import pack
 
@@ -243,3 +243,19 @@ def test_the_automatic_choice_is_traced_whole(device: torch.device) -> None:
 
     compiled = torch.compile(call, fullgraph=True, backend=dynamo_backend(device))
     assert torch.allclose(compiled(x.q, x.k, x.v), call(x.q, x.k, x.v), atol=1e-5)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiled_call_that_falls_back_says_so(dynamic: bool) -> None:
+    x = Inputs(torch.device("cpu"), n=20)
+    two = x.bias(x.table(), x.table())
+
+    def attend(q: Tensor) -> Tensor:
+        return flashbias_attention(q, x.k, x.v, two)
+
+    expected = flashbias_attention(x.q, x.k, x.v, two, backend="eager")
+    backends._warn.cache_clear()
+    compiled = torch.compile(attend, backend="eager", fullgraph=True, dynamic=dynamic)
+    with pytest.warns(backends.BackendFallbackWarning, match="falls back to torch's attention"):
+        out = compiled(x.q)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
