@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 from attention_shapes import Shape
+from given_kernel import GivenKernel
 from optional_peers import optional_peers
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -60,7 +57,7 @@ class Peer:
 
 
 def peers(shape: Shape, q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias | None,
-          kernel: ModuleType | None = None, dense: MakeDense = dense_mask, tuned: bool = False
+          kernel: GivenKernel | None = None, dense: MakeDense = dense_mask, tuned: bool = False
           ) -> Iterator[Peer]:  # fmt: skip
     """All peers that can compute a shape; q, k and v are (*batch, H, N, D).
 
@@ -82,18 +79,9 @@ def peers(shape: Shape, q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias | None,
     if len(bias.terms) == 1 and isinstance(bias.terms[0], (Alibi, RelativeTable)):
         yield Peer("flex, closed form", lambda: _flex_closed(call, bias.terms[0]))
     if kernel is not None and not shape.options and len(shape.batch) == 1:
-        yield Peer(kernel.__name__, lambda: _foreign(kernel, q, k, v, bias))
+        yield Peer(kernel.name, lambda: _given(kernel, q, k, v, bias))
     for other in optional_peers(call, dense):
         yield Peer(other.name, other.make)
-
-
-def load_kernel(path: Path) -> ModuleType:
-    """A module from a file; it defines attn(q, k, v, pq, pk) with factors in base 2."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _call(shape: Shape, q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias | None) -> AttentionCall:
@@ -160,11 +148,12 @@ def _flex_closed(call: AttentionCall, term: Alibi | RelativeTable) -> Call:
     return run
 
 
-def _foreign(kernel: ModuleType, q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias) -> Call:
-    """A kernel given by the user: fp16 factors, phi_q already times log2(e)."""
+def _given(kernel: GivenKernel, q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias) -> Call:
+    """A kernel given by the user."""
     (term,) = bias.terms
     if not isinstance(term, LowRank):
         raise ValueError("the kernel adds low-rank biases only")
-    pq = (term.phi_q * math.log2(math.e)).half()[None]
-    pk = term.phi_k.half()[None]
-    return lambda: kernel.attn(q, k, v, pq, pk)
+    batch = q.shape[0]
+    phi_q, phi_k = (phi.expand(batch, *phi.shape) for phi in (term.phi_q, term.phi_k))
+    factors = kernel.factors(phi_q, phi_k)
+    return lambda: kernel.attend(q, k, v, factors)

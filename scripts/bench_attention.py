@@ -7,9 +7,9 @@ bias (memory-efficient, cuDNN), compiled FlexAttention with the dense bias and w
 of ALiBi and of relative tables, FlexAttention with max-autotune (`--tuned`, which takes minutes),
 where they are installed flash-attn with ALiBi slopes, xFormers with the dense bias and
 cuEquivariance's triangle attention, our sdpa path
-(the paper's concatenation), and a kernel from a file that defines `attn(q, k, v, pq, pk)` with
-factors in base 2. Every result is compared with float64 on a slice; a peer that is off by more than
-`WRONG` is marked, and no ratio is made with it. `median_ms` is time on the card (CUDA graph
+(the paper's concatenation), and a kernel from a file, the paper's published one for instance (see
+`given_kernel.py`). Every result is compared with float64 on a slice; a peer that is off by more
+than `WRONG` is marked, and no ratio is made with it. `median_ms` is time on the card (CUDA graph
 replays), `call_ms` the time of eager calls, Python included; `peak_mib` what a call allocates,
 `held_mib` what a peer keeps between calls, such as the dense bias. Shapes get ready (compile, and
 are compared) together and are timed one after the other. What lacks memory beside other commands
@@ -28,9 +28,10 @@ from typing import Any
 import row_file
 import torch
 from attention_figure import draw
-from attention_peers import Call, Peer, load_kernel, peers
+from attention_peers import Call, Peer, peers
 from attention_shapes import SHAPES, Shape, tiny
 from failures import LACKED, lacked_beside_others
+from given_kernel import GivenKernel
 from torch import Tensor
 from turns import Wait, in_turns
 
@@ -157,7 +158,7 @@ def machine() -> dict[str, str]:
 
 def bench_shape(name: str, kernel_file: Path | None, tuned: bool, output: Path, wait: Wait) -> None:
     """Measure the peers that have no row on one shape; append rows to `output`."""
-    kernel = None if kernel_file is None else load_kernel(kernel_file)
+    kernel = None if kernel_file is None else GivenKernel.of(kernel_file)
     shape = SHAPES[name]
     torch.manual_seed(0)
     q, k, v = shape.inputs(torch.bfloat16, DEVICE)
@@ -184,7 +185,7 @@ def _known(output: Path) -> set[tuple[str, str]]:
 
 def peers_of(name: str, kernel_file: Path | None, tuned: bool) -> list[str]:
     """The names of all peers of a shape, asked at a size that costs nothing."""
-    kernel = None if kernel_file is None else load_kernel(kernel_file)
+    kernel = None if kernel_file is None else GivenKernel.of(kernel_file)
     shape, cpu = tiny(SHAPES[name]), torch.device("cpu")
     bias = None if shape.bias is None else shape.bias(shape, cpu)
     own = peers(shape, *shape.inputs(torch.float32, cpu), bias, kernel, tuned=tuned)
@@ -213,7 +214,7 @@ def waves(names: list[str], size: int) -> list[list[str]]:
 def main() -> None:
     """Time every peer on every shape; print and write a table and a picture."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kernel", type=Path, help="a Python file with attn(q, k, v, pq, pk)")
+    parser.add_argument("--kernel", type=Path, help="a Python file, see given_kernel.py")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
     parser.add_argument("--tuned", action="store_true", help="FlexAttention tuned, too")
     parser.add_argument("--together", type=int, default=10, help="shapes that get ready at a time")

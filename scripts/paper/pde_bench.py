@@ -13,7 +13,7 @@ from typing import Any
 import row_file
 import torch
 from failures import lacked_beside_others, no_row
-from pde_peers import ANY_ORDER, LARGEST_WEIGHT, NO_BIAS, OURS, PEERS, errors, foreign, plain
+from pde_peers import ANY_ORDER, LARGEST_WEIGHT, NO_BIAS, OURS, PEERS, errors, given, plain
 from pde_table import draw
 from pde_task import Source, Task, surface_points
 from pde_training import autocast, device_name, model_of
@@ -81,7 +81,7 @@ def make_attend(peer: str, args: argparse.Namespace) -> Attend:
     if peer in (OURS, ANY_ORDER):
         return FusedAttend(args.backend, deterministic=peer == OURS)
     if args.kernel is not None and peer == args.kernel.stem:
-        return foreign(args.kernel)
+        return given(args.kernel)
     return PEERS[peer]()
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from attention_peers import load_kernel
+from given_kernel import GivenKernel
 from torch import Tensor
 
 from flashbias_convert.models.pde_transformer import Attend, Distances, FusedAttend
@@ -98,20 +97,17 @@ def _flex_distances(q: Tensor, k: Tensor, v: Tensor, points: Tensor, weight: Ten
     return flex_attention(q, k, v, nearer)
 
 
-def foreign(file: Path) -> Attend:
-    """A kernel given by the user: fp16 factors, phi_q already times the weights and log2(e)."""
-    kernel = load_kernel(file)
+def given(file: Path) -> Attend:
+    """A kernel given by the user, see `given_kernel`."""
+    kernel = GivenKernel.of(file)
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, distances: Distances, weight: Tensor | None
     ) -> Tensor:
         assert weight is not None
-        rest = -distances.phi_q.shape[-1] % 16  # of tiles
-        phi_q = distances.phi_q * weight[..., None] * math.log2(math.e)
+        phi_q = distances.phi_q * weight[..., None]
         phi_k = distances.phi_k.expand(*weight.shape[:2], -1, -1)
-        pq, pk = (F.pad(phi, (0, rest)).half() for phi in (phi_q, phi_k))
-        out: Tensor = kernel.attn(q, k, v, pq, pk)
-        return out
+        return kernel.attend(q, k, v, kernel.factors(phi_q, phi_k))
 
     return attend
 

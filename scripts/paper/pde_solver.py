@@ -15,9 +15,9 @@ pde_solver.md and pde_solver.png. `--minutes` ends both after that time.
 weights and optimizer included, beside other ways to compute the same attention, each in a process:
 pde_solver_speed.csv, and the paper's table of them with its numbers beside as
 pde_solver_speed_table.csv, pde_solver_speed.md and pde_solver_speed.png. A peer that runs out of
-memory, or dies, says so. A kernel of a file, `attn(q, k, v, pq, pk)` with factors in base 2, is a
-peer, too. `error_out`, `error_dq` and `error_dw` are relative errors of one attention call and its
-gradients at no more than 2,048 points against float64; `correct` says whether none is more than
+memory, or dies, says so. A kernel of a file is a peer, too, such as the one that the authors of the
+paper publish (`given_kernel.py`). `error_out`, `error_dq` and `error_dw` are relative errors of one
+attention call and its gradients at no more than 2,048 points against float64; `correct` says whether none is more than
 twice that of the formula in the same dtype, or than what fp32 leaves of a bias of this size.
 """
 
@@ -51,7 +51,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("mesh", nargs="?", default="torus", help=f"a file, or of {list(SURFACES)}")
     parser.add_argument("--points", type=int, nargs="+", help="(train: 8192)")
     parser.add_argument("--peers", nargs="+", choices=list(PEERS), default=list(PEERS))
-    parser.add_argument("--kernel", type=Path, help="a Python file with attn(q, k, v, pq, pk)")
+    parser.add_argument("--kernel", type=Path, help="a Python file, see given_kernel.py")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--budget-s", type=float, default=15.0, help="no more calls of a row after")
     parser.add_argument("--stop-s", type=float, default=math.inf, help="(bench) begin no row after")
