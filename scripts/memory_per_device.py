@@ -3,6 +3,7 @@
     python scripts/memory_per_device.py                  # minutes, and 4 GB of memory
     python scripts/memory_per_device.py --device cuda    # and what one card says, of 80 GB
     python scripts/memory_per_device.py --device cuda --resume     # that alone, to the same table
+    python scripts/memory_per_device.py --device cuda --resume --group 2 8    # and on so many cards
     python scripts/memory_per_device.py --tiny           # seconds; writes nothing without --output
 
 SwinV2-G (3 B parameters; windows of 40 x 40 at 640 pixels), BLOOM-176B, and the 48 blocks of
@@ -18,13 +19,18 @@ input, terms belong to one call.
 With `--device cuda` there are rows of one card as well: models with random weights are loaded
 and called there, in bfloat16, one sample at a time, and torch's allocator is asked for what is
 held, and for the most while loading and in a call. Of BLOOM-176B that is one layer of the real
-size, 70 times, without its embeddings. Writes `scripts/results/memory_per_device.csv`; with
-`--resume` the rows that are there stay, and only those are made that a model has none of.
+size, 70 times, without its embeddings. With `--group` there are rows of models that are split over
+several cards, converted: by FSDP2 block by block, and by heads. Where there are fewer cards than
+that, one is the first of a group whose others are not there (`on_devices.py`); the column `card`
+says so. Their formula is that of weights, buffers and terms. Writes
+`scripts/results/memory_per_device.csv`; with `--resume` the rows that are there stay, and only
+those are made that a model has none of.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -80,19 +86,22 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     for name, make in MODELS.items():
         own = [row for row in kept if row["model"] == name]
-        exact = [row for row in own if row["way"] != ONE_CARD]
+        exact = [row for row in own if not row.get("card")]
         on_card = [row for row in own if row["way"] == ONE_CARD]
-        if not exact or (on_cuda and not on_card):
+        of_group = [row for row in own if row.get("card") and row["way"] != ONE_CARD]
+        if not exact or (on_cuda and (options.group or not on_card)):
             made = make(options.tiny)
             exact = exact or by_formula(name, made)
-            on_card = on_card or (measured(name, *made.whole, options.tiny) if on_cuda else [])
-        rows += exact + on_card
+            if on_cuda:
+                on_card = on_card or measured(name, *made.whole, options.tiny)
+                of_group += grouped(name, *made.whole, exact + of_group, options)
+        rows += exact + on_card + of_group
     if output is not None:
-        columns = (*COLUMNS, *CARD) if any(row["way"] == ONE_CARD for row in rows) else COLUMNS
+        columns = (*COLUMNS, *CARD) if any(row.get("card") for row in rows) else COLUMNS
         row_file.write(output, columns, rows)
     for row in rows:
         print({k: v for k, v in row.items() if v != ""}, flush=True)
-    exact = [row for row in rows if row["way"] != ONE_CARD]
+    exact = [row for row in rows if not row.get("card")]
     wrong = [r for r in exact if str(r["allocated_bytes"]) not in ("", str(r["formula_bytes"]))]
     print(f"{len(wrong)} of {len(rows)} rows differ", *wrong, sep="\n  ")
     return int(bool(wrong))
@@ -104,6 +113,9 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     found.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    found.add_argument(
+        "--group", type=int, nargs="*", default=[], metavar="N", help="measure on N cards, too"
+    )
     found.add_argument("--tiny", action="store_true", help="small models, to try this script")
     found.add_argument("--resume", action="store_true", help="keep the rows of the output")
     found.add_argument("--output", type=Path, help=f"default {RESULTS.name}, nothing with --tiny")
@@ -127,6 +139,39 @@ def measured(
         peaks = (taken.loading, taken.call, torch.cuda.get_device_name())
         found.append(made | dict(zip(CARD, peaks, strict=True)))
     return found
+
+
+def grouped(
+    name: str,
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    known: Sequence[dict[str, Any]],
+    options: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    """Rows of several cards that are not known, with what each holds by formula and in earnest."""
+    from on_devices import SPREAD, fits, on_devices
+    from on_devices import by_formula as held_by_formula
+
+    outside = 2 * (_count(model) - sum(map(_count, blocks)))
+    found = []
+    exact = [r for r in known if not r.get("card")]
+    there = {(r["way"], int(r["devices"])) for r in known if r.get("card")}
+    for spread, parts in itertools.product(SPREAD[name], options.group):
+        if (spread.way, parts) in there:
+            continue
+        formula = held_by_formula(name, spread, parts, exact, outside)
+        if not fits(formula, spread):
+            print(f"{name}, {spread.way}: {formula / 1e9:.0f} GB on each of {parts} do not fit")
+            continue
+        taken, cards = on_devices(name, spread, parts, options.tiny, "cuda")
+        made = row(name, spread.what, spread.way, parts, formula, taken.held)
+        found.append(made | dict(zip(CARD, (taken.loading, taken.call, cards), strict=True)))
+        print(found[-1], flush=True)
+    return found
+
+
+def _count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
 
 
 # -- weights -------------------------------------------------------------------------------

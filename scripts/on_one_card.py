@@ -48,6 +48,7 @@ def measure(load: Callable[[], Any], call: Callable[[Any], Any]) -> OnCard:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     model = load()
+    gc.collect()
     torch.cuda.synchronize()
     loading, held = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
     call(model)
@@ -85,14 +86,19 @@ def cases(name: str, tiny: bool, device: str) -> list[Case]:
     return {"SwinV2-G": _swin, "BLOOM-176B": _bloom, "Pairformer": _pairformer}[name](tiny, device)
 
 
+def swin_sizes(tiny: bool) -> dict[str, Any]:
+    """What SwinV2-G is made with, or a small model like it."""
+    if tiny:
+        sizes = {"img_size": 32, "window_size": 4, "num_heads": (2, 4), "embed_dim": 16}
+        return sizes | {"depths": (2, 2)}
+    sizes = {"img_size": 640, "window_size": 40, "num_heads": (16, 32, 64, 128)}
+    return sizes | {"embed_dim": 512, "depths": (2, 2, 42, 4)}
+
+
 def _swin(tiny: bool, device: str) -> list[Case]:
     from timm.models.swin_transformer_v2 import SwinTransformerV2
 
-    sizes: dict[str, Any] = {"img_size": 640, "window_size": 40, "num_heads": (16, 32, 64, 128)}
-    sizes |= {"embed_dim": 512, "depths": (2, 2, 42, 4)}
-    if tiny:
-        sizes = {"img_size": 32, "window_size": 4, "num_heads": (2, 4), "embed_dim": 16}
-        sizes |= {"depths": (2, 2)}
+    sizes = swin_sizes(tiny)
     pixels = torch.zeros(1, 3, sizes["img_size"], sizes["img_size"], dtype=torch.bfloat16)
 
     def load(method: str | None) -> Any:
@@ -133,19 +139,35 @@ def _bloom(tiny: bool, device: str) -> list[Case]:
 
 
 def _pairformer(tiny: bool, device: str) -> list[Case]:
-    blocks, tokens, rank = (2, 16, 4) if tiny else (48, 1024, 64)
+    rank = 4 if tiny else 64
+    ways = {"a call, dense": dense, f"a call, rank {rank}": factors(rank)}
+    return [(what, *pairformer(way, tiny, device), 1) for what, way in ways.items()]
+
+
+def pairformer(
+    way: Any, tiny: bool, device: str
+) -> tuple[Callable[[], nn.ModuleList], Callable[[Any], None]]:
+    """What makes the 48 blocks of AlphaFold 3, or two, and what calls them at 1,024 tokens.
+
+    Args:
+        way: how pair bias is added, of `pairformer_ways`.
+        tiny: a small model.
+        device: for it.
+    """
+    blocks, tokens = (2, 16) if tiny else (48, 1024)
 
     def load() -> Any:
         return in_bfloat16(lambda: nn.ModuleList(Pairformer() for _ in range(blocks)), device)
 
-    def call(model: Any, way: Any) -> None:
+    def call(model: Any) -> None:
         first: Any = model[0]
-        single = first.single_transition.norm.weight.shape[0]
-        pair = first.pair_transition.norm.weight.shape[0]
+        single, pair = (
+            getattr(first, name).norm.weight.shape[0]
+            for name in ("single_transition", "pair_transition")
+        )
         s = torch.randn(1, tokens, single, device=device, dtype=torch.bfloat16)
         z = torch.randn(tokens, tokens, pair, device=device, dtype=torch.bfloat16)
         for block in model:  # blocks hand on what has the shapes of their inputs
             block(s, z, way)
 
-    ways = {"a call, dense": dense, f"a call, rank {rank}": factors(rank)}
-    return [(what, load, lambda m, w=way: call(m, w), 1) for what, way in ways.items()]
+    return load, call

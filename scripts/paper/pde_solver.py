@@ -17,8 +17,9 @@ pde_solver_speed.csv, and the paper's table of them with its numbers beside as
 pde_solver_speed_table.csv, pde_solver_speed.md and pde_solver_speed.png. A peer that runs out of
 memory, or dies, says so. A kernel of a file is a peer, too, such as the one that the authors of the
 paper publish (`given_kernel.py`). `error_out`, `error_dq` and `error_dw` are relative errors of one
-attention call and its gradients at no more than 2,048 points against float64; `correct` says whether none is more than
-twice that of the formula in the same dtype, or than what fp32 leaves of a bias of this size.
+attention call and its gradients at no more than 2,048 points against float64; `correct` says
+whether none is more than twice that of the formula in the same dtype, or than what fp32 leaves of a
+bias of this size.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def served(case: str, options: argparse.Namespace, place: torch.device, rank: in
     barrier(place)
     seconds_one = timed(lambda: outputs(model, x), options.repeats, place)
     peak_one, held_one = peak(lambda: outputs(model, x), place), held(model)
-    wrapped = wrap(way, name, copy.deepcopy(model), place)
+    wrapped = wrap(way, copy.deepcopy(model), place)
     own = x if way == "tensor" else x.chunk(WORLD)[rank]
     part = outputs(wrapped, own)
     seconds_two = timed(
@@ -45,36 +45,24 @@ def served(case: str, options: argparse.Namespace, place: torch.device, rank: in
     return found | megabytes("peak_mb_one", peak_one) | megabytes("peak_mb_two", peak_two)
 
 
-def wrap(way: str, name: str, model: nn.Module, place: torch.device) -> nn.Module:
+def wrap(way: str, model: nn.Module, place: torch.device) -> nn.Module:
     """The model on all processes."""
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
     from torch.nn.parallel import DistributedDataParallel
 
-    from flashbias_convert.parallel import ColwiseFused, shard_sites
     from flashbias_convert.swap import patched_modules
+
+    from .splitting import by_heads
 
     if way == "ddp":
         ids = [place.index] if place.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=ids)
     mesh = _mesh(place.type)
-    sites = patched_modules(model)
     if way == "fsdp":
-        for site in sites:
+        for site in patched_modules(model):
             fully_shard(site, mesh=mesh)
         return fully_shard(model, mesh=mesh)
-    for site in sites:
-        if name == "bloom":
-            plan = {"query_key_value": ColwiseParallel(), "dense": RowwiseParallel()}
-        else:
-            plan = {"qkv": ColwiseFused(), "proj": RowwiseParallel()}
-        parallelize_module(site, mesh, plan)
-    shard_sites(model, mesh)
-    return model
+    return by_heads(model, mesh)
 
 
 @cache

@@ -41,7 +41,7 @@ def trained(case: str, options: argparse.Namespace, place: torch.device, rank: i
     seconds_one = timed(step, options.repeats, place)
     peak_one, held_one = peak(step, place), held(alone)
     del alone, step
-    wrapped = wrap(way.removeprefix("train-"), name, model, place)
+    wrapped = wrap(way.removeprefix("train-"), model, place)
     own = x.chunk(WORLD)[rank]
     stage("steps on two")
     two = steps(wrapped, own, half)

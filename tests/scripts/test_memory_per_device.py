@@ -15,6 +15,7 @@ pytest.importorskip("timm")
 pytest.importorskip("transformers")
 
 import memory_per_device as script
+import on_devices
 import on_one_card
 
 
@@ -80,3 +81,10 @@ def test_what_is_measured_on_a_card_runs(name: str) -> None:
 
 def test_layers_that_follow_each_other_add_up() -> None:
     assert on_one_card.OnCard(10, 12, 15).times(70) == on_one_card.OnCard(700, 702, 705)
+
+
+@pytest.mark.parametrize("name", list(on_devices.SPREAD))
+def test_what_is_measured_on_several_cards_runs_in_a_group(name: str) -> None:
+    for spread in on_devices.SPREAD[name]:
+        _, card = on_devices.on_devices(name, spread, 2, True, "cpu")
+        assert card == f"none, {on_devices.FAKE} of 2"
