@@ -155,5 +155,5 @@ def _given(kernel: GivenKernel, q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias
         raise ValueError("the kernel adds low-rank biases only")
     batch = q.shape[0]
     phi_q, phi_k = (phi.expand(batch, *phi.shape) for phi in (term.phi_q, term.phi_k))
-    factors = kernel.factors(phi_q, phi_k)
+    factors = kernel.factors(phi_q, phi_k, q.dtype)
     return lambda: kernel.attend(q, k, v, factors)

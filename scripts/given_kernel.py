@@ -6,7 +6,8 @@ The file defines one of two functions. Factors are of shape (B, H, N, R), with R
   are ``(q k^T / sqrt(D)) log2(e) + pq pk^T``;
 - ``flash_bias_func(q, k, v, q_bias, k_bias, mask, causal, softmax_scale)``, as the authors of the
   FlashBias paper publish it: q, k and v (B, N, H, D), factors (B, N, H, R) in natural units. They
-  are given in fp32, which is what that kernel makes of them.
+  are given in fp32, which is what its forward pass makes of them, but in the dtype of q where they
+  get gradients: its backward pass compiles with no other.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -52,13 +54,20 @@ class GivenKernel:
             raise ValueError(f"{file} defines neither attn nor {PUBLISHED}")
         return cls(file.stem, module)
 
-    def factors(self, phi_q: Tensor, phi_k: Tensor) -> tuple[Tensor, Tensor]:
-        """Factors (B, H, N, R) of a bias as the kernel reads them. Differentiable."""
+    def factors(self, phi_q: Tensor, phi_k: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Factors (B, H, N, R) of a bias as the kernel reads them. Differentiable.
+
+        Args:
+            phi_q, phi_k: the factors.
+            dtype: of q, k and v.
+        """
         pair = tuple(F.pad(phi, (0, -phi.shape[-1] % TILE)) for phi in (phi_q, phi_k))
         if hasattr(self.module, "attn"):
             return (pair[0] * math.log2(math.e)).half(), pair[1].half()
+        trained = torch.is_grad_enabled() and any(phi.requires_grad for phi in pair)
         # heads of their own: gradients of heads that share memory would be written to one place
-        return _by_rows(pair[0].float()), _by_rows(pair[1].float())
+        phi_q, phi_k = (phi.to(dtype if trained else torch.float32) for phi in pair)
+        return phi_q.transpose(1, 2).contiguous(), phi_k.transpose(1, 2).contiguous()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
         """softmax(q k^T / sqrt(D) + bias) v, (B, H, N, Dv), with what `factors` made."""
@@ -69,7 +78,3 @@ class GivenKernel:
         rows = (x.transpose(1, 2) for x in (q, k, v))
         out: Tensor = published(*rows, *factors, None, False, q.shape[-1] ** -0.5)
         return out.transpose(1, 2)
-
-
-def _by_rows(phi: Tensor) -> Tensor:
-    return phi.transpose(1, 2).contiguous()

@@ -47,12 +47,26 @@ def test_both_functions_are_understood(tmp_path: Path, text: str, eps: float) ->
     phi_q = torch.randn(b, h, n, r, requires_grad=True)
     phi_k = torch.randn(b, 1, n, r).expand(b, h, n, r)
     expected = (q @ k.mT * d**-0.5 + phi_q @ phi_k.mT).softmax(-1) @ v
-    found = kernel.attend(q, k, v, kernel.factors(phi_q, phi_k))
+    found = kernel.attend(q, k, v, kernel.factors(phi_q, phi_k, q.dtype))
     # a score is a sum of r products below 4 x 4, each rounded once or twice
     torch.testing.assert_close(found, expected, rtol=0, atol=2 * r * 16 * eps)
     assert (found - expected).abs().max() < (expected - v).abs().max() / 10
     (gradient,) = torch.autograd.grad(found.sum(), phi_q)
     assert gradient.shape == phi_q.shape and gradient.abs().sum() > 0
+
+
+def test_factors_that_are_trained_have_the_dtype_that_the_published_backward_takes(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "theirs.py"
+    file.write_text(PUBLISHED)
+    kernel = GivenKernel.of(file)
+    phi_q, phi_k = (torch.randn(1, 2, 3, 4) for _ in range(2))
+    assert kernel.factors(phi_q, phi_k, torch.bfloat16)[0].dtype == torch.float32
+    trained = kernel.factors(phi_q.requires_grad_(), phi_k, torch.bfloat16)
+    assert all(phi.dtype == torch.bfloat16 for phi in trained)
+    with torch.no_grad():
+        assert kernel.factors(phi_q, phi_k, torch.bfloat16)[0].dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", ["theirs.py", "theirs.txt"])
