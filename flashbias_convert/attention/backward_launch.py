@@ -39,6 +39,8 @@ ENOUGH_PROGRAMS = 1024
 
 #: Tensors of low-rank terms, which products take in.
 FACTORS = frozenset({"phi_q", "phi_k"})
+#: Tensors of axial terms.
+AXIAL = frozenset({"rel_h", "rel_w"})
 #: Terms that are added to scores element by element, by a tensor that each has.
 ADDED = frozenset({"key_bias", "slopes", "table", "ids", "dense", "diagonal", "lookup", "rel_h"})
 #: Tensors that are read and written in whole rows.
@@ -136,7 +138,7 @@ class GroupCall:
         return backward_settings(
             kernel, rows=rows, d=padded(d), dv=padded(dv), columns=self.spec.columns,
             half=self.half(), added=ADDED.intersection(self.tensors),
-            trained=not FACTORS.isdisjoint(wanted),
+            trained=not FACTORS.isdisjoint(wanted), axial=not AXIAL.isdisjoint(wanted),
         )  # fmt: skip
 
     def _launch(self, kernel: str, wanted: Collection[str]) -> Hashable:

@@ -174,6 +174,7 @@ def backward_settings(
     half: bool,
     added: frozenset[str] = frozenset(),
     trained: bool = False,
+    axial: bool = False,
 ) -> LaunchSettings:
     """Settings for one launch of a backward kernel, chosen so that common sizes fit registers.
 
@@ -187,6 +188,7 @@ def backward_settings(
         half: fp16 or bf16 inputs.
         added: names of the tensors that scores get element by element: they take registers.
         trained: factors get gradients, whose sums take registers, too.
+        axial: so do axial terms.
     """
     width = max(d, dv)
     few = _few_rows(rows)
@@ -197,6 +199,8 @@ def backward_settings(
     if kernel == "all":
         plain = columns <= 16 and not added and not few
         return _all_gradients(width, columns, plain, few, trained)
+    if kernel == "queries" and axial:
+        return _axial_rows(width, columns)
     if width > 128 or columns > 64:
         return LaunchSettings(32, 32, 4, 1)
     # Where three tiles are under way, a tile is read while the one before it is worked on; with two
@@ -239,6 +243,16 @@ def _trained_rows(kernel: str, width: int) -> LaunchSettings:
     if kernel == "keys":
         return LaunchSettings(64 if width <= 16 else 32, 128, 4, 3)
     return LaunchSettings(64, 64, 4, 3)
+
+
+def _axial_rows(width: int, columns: int) -> LaunchSettings:
+    """For axial terms with gradients, of which a row has up to 256 sums beside its others.
+
+    Read off what the compiler says of registers: eight warps hold them, four do not.
+    """
+    if width > 128 or columns > 64:
+        return LaunchSettings(32, 32, 8, 1)
+    return LaunchSettings(64, 64 if width <= 64 else 32, 8, 3)
 
 
 def _all_gradients(
