@@ -135,10 +135,11 @@ class GroupCall:
             return found
         n, m, d, dv = self.sizes()
         rows = n if kernel == "queries" else m
+        axial = [self.tensors[name].shape[-1] for name in AXIAL.intersection(wanted)]
         return backward_settings(
             kernel, rows=rows, d=padded(d), dv=padded(dv), columns=self.spec.columns,
             half=self.half(), added=ADDED.intersection(self.tensors),
-            trained=not FACTORS.isdisjoint(wanted), axial=not AXIAL.isdisjoint(wanted),
+            trained=not FACTORS.isdisjoint(wanted), axial=max(axial, default=0),
         )  # fmt: skip
 
     def _launch(self, kernel: str, wanted: Collection[str]) -> Hashable:

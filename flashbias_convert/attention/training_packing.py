@@ -44,7 +44,7 @@ def _for_training(bias: ScoreBias, half: bool) -> ScoreBias:
     rows are rounded to it: eight times finer than bf16, which such calls round a bias to. Rows of
     wider terms are looked up as they are.
     """
-    if not half:
+    if not (half and any(isinstance(term, Axial) for term in bias.terms)):
         return bias
     short = tuple(_with_short_rows(t) if isinstance(t, Axial) else t for t in bias.terms)
     made = for_kernel(dataclasses.replace(bias, terms=short), half=True).terms
