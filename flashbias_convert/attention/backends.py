@@ -69,7 +69,7 @@ def wants_gradients(
     return asks or (bias is not None and bias.requires_grad)
 
 
-def call_problem(q: Tensor, v: Tensor, bias: PreparedBias | None, training: bool) -> str | None:
+def call_problem(q: Tensor, v: Tensor, bias: PreparedBias | None) -> str | None:
     """Why the Triton kernels cannot run this call, or None if they can. Reads no values."""
     if q.dtype == torch.float64:
         return "there is no fp64 kernel"
@@ -77,7 +77,7 @@ def call_problem(q: Tensor, v: Tensor, bias: PreparedBias | None, training: bool
         return "transforms of torch.func do not know the kernels"
     if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_SIZE:
         return f"head sizes above {MAX_HEAD_SIZE} are not supported"
-    return None if bias is None else bias.problem(q.dtype != torch.float32, training)
+    return None if bias is None else bias.problem(q.dtype != torch.float32)
 
 
 def training_way(

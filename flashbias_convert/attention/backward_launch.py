@@ -39,6 +39,8 @@ ENOUGH_PROGRAMS = 1024
 
 #: Tensors of low-rank terms, which products take in.
 FACTORS = frozenset({"phi_q", "phi_k"})
+#: Tensors of axial terms.
+AXIAL = frozenset({"rel_h", "rel_w"})
 #: Terms that are added to scores element by element, by a tensor that each has.
 ADDED = frozenset({"key_bias", "slopes", "table", "ids", "dense", "diagonal", "lookup", "rel_h"})
 #: Tensors that are read and written in whole rows.
@@ -133,10 +135,11 @@ class GroupCall:
             return found
         n, m, d, dv = self.sizes()
         rows = n if kernel == "queries" else m
+        axial = [self.tensors[name].shape[-1] for name in AXIAL.intersection(wanted)]
         return backward_settings(
             kernel, rows=rows, d=padded(d), dv=padded(dv), columns=self.spec.columns,
             half=self.half(), added=ADDED.intersection(self.tensors),
-            trained=not FACTORS.isdisjoint(wanted),
+            trained=not FACTORS.isdisjoint(wanted), axial=max(axial, default=0),
         )  # fmt: skip
 
     def _launch(self, kernel: str, wanted: Collection[str]) -> Hashable:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -18,12 +19,18 @@ from .backward_launch import (
 )
 from .strides import TAILS, padded
 
+if TYPE_CHECKING:
+    from .triton_backward import QueryGradients
+
 #: Tensors whose gradients are sums over keys, and over queries.
 OF_QUERIES = (
     "phi_q", "key_bias_rows", "alibi_rows", "table_rows", "region_rows", "dense_rows",
     "lookup_rows", "diagonal", "rel_h", "rel_w",
 )  # fmt: skip
 OF_KEYS = ("phi_k", "key_bias")
+#: Rows of an image, and columns, whose gradients one walk over the keys holds in registers; axial
+#: terms of larger images take more walks. `tuning.backward_settings` goes by it.
+COORDINATES = 128
 
 
 @fitting("queries")
@@ -38,20 +45,38 @@ def query_gradients(call: GroupCall, asked: Collection[str]) -> dict[str, Tensor
     settings = call.settings("queries", asked)
     programs = -(-n // settings.block_m) * call.heads
     shares = share(call, programs, [x for x in wanted if x != "scale"], not wanted)
-    columns = {name: _columns(call, name) for name in wanted}
     buffers = {
-        name: shares.buffer(call.heads, n, *columns[name], like=call.tensors["q"])
+        name: shares.buffer(call.heads, n, *_columns(call, name), like=call.tensors["q"])
         for name in wanted
     }
-    high, wide = (columns.get(name, (1,))[0] for name in ("rel_h", "rel_w"))
-    out = QueryGradients(dq=shares.walks.get("dq"), **buffers)
-    sizes = {"KH": high, "KW": wide, "BLOCK_KH": padded(high), "BLOCK_KW": padded(wide)}
-    run_kernel(
-        query_gradients_kernel, programs * shares.slots, kernel_arguments(call, shares, out),
-        {**sizes, **kernel_constants(call, settings), "COSINE": call.cosine}, settings,
-        layout=call.layout, numbers=numbers_of(call, shares, out),
-    )  # fmt: skip
+    everything = QueryGradients(dq=shares.walks.get("dq"), **buffers)
+    constants = {**kernel_constants(call, settings), "COSINE": call.cosine}
+    for first, out, sizes in _walks(everything):
+        run_kernel(
+            query_gradients_kernel, programs * shares.slots,
+            (*kernel_arguments(call, shares, out), first), {**sizes, **constants}, settings,
+            layout=call.layout, numbers=numbers_of(call, shares, out, first),
+        )  # fmt: skip
     return {name: shares.total(buffers[name], _shape(call, name)) for name in wanted}
+
+
+def _walks(everything: QueryGradients) -> Iterator[tuple[int, QueryGradients, dict[str, int]]]:
+    """The walks over the keys that write what is wanted.
+
+    Yields:
+        The first coordinate of axial terms that a walk looks at, what it writes, and sizes that the
+        kernel is compiled for. All but gradients of further coordinates is written by the first.
+    """
+    out, width = everything, COORDINATES
+    high, wide = (1 if rel is None else rel.shape[-1] for rel in (out.rel_h, out.rel_w))
+    for first in range(0, max(high, wide), width):
+        if first:
+            out = type(out)(
+                rel_h=out.rel_h if first < high else None,
+                rel_w=out.rel_w if first < wide else None,
+            )
+        blocks = [padded(max(min(size - first, width), 1)) for size in (high, wide)]
+        yield first, out, {"KH": high, "KW": wide, "BLOCK_KH": blocks[0], "BLOCK_KW": blocks[1]}
 
 
 @fitting("keys")

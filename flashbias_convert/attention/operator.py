@@ -140,7 +140,7 @@ def flashbias_attention(
     if backend == "sdpa":
         return gated(without_autocast(q.device, sdpa_attention, q, k, v, terms, args), gate)
     training = wants_gradients(q, k, v, prepared, args)
-    problem = device_problem(q.device) or call_problem(q, v, prepared, training)
+    problem = device_problem(q.device) or call_problem(q, v, prepared)
     if problem is None and training:
         way = training_way(q, k, v, prepared, args, backend=backend, deterministic=deterministic)
         train = partial(training_attention, deterministic=way != "atomics")

@@ -13,7 +13,7 @@ from ..terms import ScoreBias, Term
 from ..terms.base import check_sizes
 from .arguments import broadcasts
 from .packing import PackedBias, can_join, join, pack, unsupported
-from .training_packing import pack_for_training, training_problem
+from .training_packing import pack_for_training
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
@@ -119,19 +119,17 @@ class PreparedBias:
         self._forms[form] = self._make(form)
         return self._forms[form]
 
-    def problem(self, half: bool, training: bool = False) -> str | None:
+    def problem(self, half: bool) -> str | None:
         """Why the kernels cannot add this bias, or None if they can.
 
         Args:
             half: q, k and v are in half precision.
-            training: a backward pass may follow.
         """
-        find = training_problem if training else unsupported
         if torch.compiler.is_compiling():  # the answer is a constant of the graph
-            if self._alike and not training:
+            if self._alike:
                 return _problem_of(self._alike, half)
-            return find(self.bias, half=half)
-        return self._keep(("problem", half, training), lambda: find(self.bias, half=half))
+            return unsupported(self.bias, half=half)
+        return self._keep(("problem", half), lambda: unsupported(self.bias, half=half))
 
     def check_fits(self, batch: tuple[int, ...], heads: int, n: int, m: int) -> None:
         """Raise ValueError unless the terms fit a call of these sizes. Reads shapes only."""

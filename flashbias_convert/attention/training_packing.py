@@ -27,7 +27,6 @@ from .packing import (
     side_by_side,
     spec_fields,
     splits,
-    unsupported,
 )
 
 #: Largest entries of the columns of factors: forward and backward pass balance by them, which no
@@ -37,35 +36,20 @@ TOPS = ("top_q", "top_k")
 #: what fp32 rows are clamped to
 FP16_MOST = torch.finfo(torch.float16).max
 
-#: Most rows or columns of an image whose axial terms have gradients in the fp32 kernel.
-MAX_AXIAL = 128
-
-
-def training_problem(bias: ScoreBias, *, half: bool) -> str | None:
-    """Why the kernels cannot give gradients with this bias, or None if they can. Reads shapes."""
-    for term in _for_training(bias, half).terms:
-        if not isinstance(term, Axial):
-            continue
-        longest = max(term.rel_h.shape[-1], term.rel_w.shape[-1])
-        if half:
-            both = term.rel_h.shape[-1] + term.rel_w.shape[-1]
-            return f"an axial term of {both} rows and columns has no backward kernel in half " \
-                "precision beside the factors that there are"  # fmt: skip
-        if longest > MAX_AXIAL:
-            return f"an axial term of {longest} rows or columns has no backward kernel"
-    return unsupported(bias, half=half)
-
 
 def _for_training(bias: ScoreBias, half: bool) -> ScoreBias:
-    """The bias in terms that have backward kernels, where there are such. Differentiable.
+    """The bias in the terms that the kernels differentiate fastest. Differentiable.
 
-    In half precision axial terms have one as factors alone. Their columns are in fp16, and fp32
-    rows are rounded to it: eight times finer than bf16, which such calls round a bias to.
+    In half precision axial terms are factors where those fit. Their columns are in fp16, and fp32
+    rows are rounded to it: eight times finer than bf16, which such calls round a bias to. Rows of
+    wider terms are looked up as they are.
     """
-    if half:
-        terms = tuple(_with_short_rows(t) if isinstance(t, Axial) else t for t in bias.terms)
-        bias = dataclasses.replace(bias, terms=terms)
-    return for_kernel(bias, half=half)
+    if not (half and any(isinstance(term, Axial) for term in bias.terms)):
+        return bias
+    short = tuple(_with_short_rows(t) if isinstance(t, Axial) else t for t in bias.terms)
+    made = for_kernel(dataclasses.replace(bias, terms=short), half=True).terms
+    terms = [own if isinstance(t, Axial) else t for own, t in zip(bias.terms, made, strict=True)]
+    return dataclasses.replace(bias, terms=tuple(terms))
 
 
 def _with_short_rows(term: Axial) -> Axial:
@@ -155,7 +139,7 @@ def _without_gate(term: Term) -> Term:
     if isinstance(term, Diagonal):
         return dataclasses.replace(term, values=term.values * rows, row_scale=None)
     if isinstance(term, Axial):
-        rel_h, rel_w = (rel * rows[..., None] for rel in (term.rel_h, term.rel_w))
+        rel_h, rel_w = (rel.float() * rows.float()[..., None] for rel in (term.rel_h, term.rel_w))
         return dataclasses.replace(term, rel_h=rel_h, rel_w=rel_w, row_scale=None)
     return term
 

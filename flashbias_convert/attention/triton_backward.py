@@ -49,7 +49,8 @@ from .triton_tiles import (
 class QueryGradients(NamedTuple):
     """Where `query_gradients_kernel` writes; None for what is not wanted.
 
-    dq is a `Walk`; all others are contiguous fp32, (splits, kept entries, G, N) and then columns.
+    dq is a `Walk`; all others are contiguous fp32, (splits, kept entries, G, N) and then columns,
+    of which a launch writes those of rel_h and rel_w from `first_column` on.
     """
 
     dq: Any = None
@@ -85,7 +86,7 @@ def delta_kernel(
 
 @triton.jit(do_not_specialize=["query_start"])
 def query_gradients_kernel(
-    c, t, out, entries, scale, query_start, region_value, G, kv_group, N, M,
+    c, t, out, entries, scale, query_start, region_value, G, kv_group, N, M, first_column,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     BLOCK_KH: tl.constexpr, BLOCK_KW: tl.constexpr,
@@ -127,6 +128,8 @@ def query_gradients_kernel(
     d_diagonal = tl.zeros([BM], tl.float32)
     d_high = tl.zeros([BM, BLOCK_KH], tl.float32)
     d_wide = tl.zeros([BM, BLOCK_KW], tl.float32)
+    high = (first_column + tl.arange(0, BLOCK_KH))[None, :]
+    wide = (first_column + tl.arange(0, BLOCK_KW))[None, :]
 
     lower = slot // entries.kept * entries.per_split
     for e in tl.range(lower, tl.minimum(lower + entries.per_split, entries.looped)):
@@ -180,7 +183,8 @@ def query_gradients_kernel(
                 ds = p * (dp - delta[:, None])
 
                 short = ds.to(GRAD)
-                d_q = tl.dot(short, k.to(GRAD), d_q, input_precision="ieee")
+                if out.dq is not None:
+                    d_q = tl.dot(short, k.to(GRAD), d_q, input_precision="ieee")
                 if out.phi_q is not None:
                     if t.phi_k_rounded is not None:
                         phi_k = rows_from(
@@ -205,12 +209,11 @@ def query_gradients_kernel(
                     meets = keys[None, :] == (start + rows)[:, None]
                     d_diagonal += tl.sum(tl.where(meets, ds, 0.0), 1)
                 if out.rel_h is not None:
-                    # a product with ones where a key has a coordinate: sums of ds by coordinate. In
-                    # fp32 alone: in half precision axial terms are factors, see `selection`
-                    y = tl.load(t.axial_y + safe_keys)[:, None] == tl.arange(0, BLOCK_KH)[None, :]
+                    # a product with ones where a key has a coordinate: sums of ds by coordinate
+                    y = tl.load(t.axial_y + safe_keys)[:, None] == high
                     d_high = tl.dot(short, y.to(GRAD), d_high, input_precision="ieee")
                 if out.rel_w is not None:
-                    y = tl.load(t.axial_x + safe_keys)[:, None] == tl.arange(0, BLOCK_KW)[None, :]
+                    y = tl.load(t.axial_x + safe_keys)[:, None] == wide
                     d_wide = tl.dot(short, y.to(GRAD), d_wide, input_precision="ieee")
 
         if out.dq is not None:
@@ -239,6 +242,10 @@ def query_gradients_kernel(
     if out.diagonal is not None:
         store_shared(out.diagonal, slot, G, g, N, safe_rows, inside, d_diagonal)
     if out.rel_h is not None:
-        store_columns(out.rel_h, slot, G, g, N, safe_rows, inside, d_high, KH, BLOCK_KH)
+        store_columns(
+            out.rel_h, slot, G, g, N, safe_rows, inside, d_high, KH, BLOCK_KH, first_column
+        )
     if out.rel_w is not None:
-        store_columns(out.rel_w, slot, G, g, N, safe_rows, inside, d_wide, KW, BLOCK_KW)
+        store_columns(
+            out.rel_w, slot, G, g, N, safe_rows, inside, d_wide, KW, BLOCK_KW, first_column
+        )

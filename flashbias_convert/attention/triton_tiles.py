@@ -315,9 +315,11 @@ def store_shared(ptr, slot, G, g, N, rows, inside, x):
 
 
 @triton.jit
-def store_columns(ptr, slot, G, g, N, rows, inside, x, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """A row of columns each, into (slots, G, N, SIZE)."""
-    columns = tl.arange(0, BLOCK)
+def store_columns(
+    ptr, slot, G, g, N, rows, inside, x, SIZE: tl.constexpr, BLOCK: tl.constexpr, first=0
+):  # fmt: skip
+    """A row of columns each, into (slots, G, N, SIZE) from column `first` on."""
+    columns = first + tl.arange(0, BLOCK)
     ptr += (slot.to(tl.int64) * G + g) * N * SIZE
     mask = inside[:, None] & (columns < SIZE)[None, :]
     tl.store(ptr + rows[:, None] * SIZE + columns[None, :], x, mask=mask)

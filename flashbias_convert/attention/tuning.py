@@ -174,6 +174,7 @@ def backward_settings(
     half: bool,
     added: frozenset[str] = frozenset(),
     trained: bool = False,
+    axial: int = 0,
 ) -> LaunchSettings:
     """Settings for one launch of a backward kernel, chosen so that common sizes fit registers.
 
@@ -187,16 +188,21 @@ def backward_settings(
         half: fp16 or bf16 inputs.
         added: names of the tensors that scores get element by element: they take registers.
         trained: factors get gradients, whose sums take registers, too.
+        axial: most rows or columns of an axial term that gets gradients: so do theirs.
     """
     width = max(d, dv)
     few = _few_rows(rows)
     measured = columns <= 16 and not added and not trained and not few
     if not half:
+        if kernel == "queries" and axial > 32 and width <= 64:
+            return LaunchSettings(32, 32 if axial <= 64 else 16, 8, 1)
         block = 16 if width > 64 or kernel == "all" else 32
         return LaunchSettings(block, 16 if width > 64 else 32, 4, 1)
     if kernel == "all":
         plain = columns <= 16 and not added and not few
         return _all_gradients(width, columns, plain, few, trained)
+    if "rel_h" in added and (kernel == "keys" or (kernel == "queries" and axial)):
+        return _wide_axial(kernel, width, columns)
     if width > 128 or columns > 64:
         return LaunchSettings(32, 32, 4, 1)
     # Where three tiles are under way, a tile is read while the one before it is worked on; with two
@@ -239,6 +245,19 @@ def _trained_rows(kernel: str, width: int) -> LaunchSettings:
     if kernel == "keys":
         return LaunchSettings(64 if width <= 16 else 32, 128, 4, 3)
     return LaunchSettings(64, 64, 4, 3)
+
+
+def _wide_axial(kernel: str, width: int, columns: int) -> LaunchSettings:
+    """For axial terms that are no factors, in half precision.
+
+    Read off what the compiler says of registers: eight warps hold the sums of queries, up to 256 a
+    row beside all others, and where to look entries up, which four do not.
+    """
+    if width > 128 or columns > 64:
+        return LaunchSettings(32, 32, 8, 1)
+    if kernel == "queries":
+        return LaunchSettings(64, 64 if width <= 64 else 32, 8, 3)
+    return LaunchSettings(64 if width <= 64 and columns <= 16 else 32, 64, 8, 3)
 
 
 def _all_gradients(

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from flashbias_convert import Alibi, Axial, Dense, LowRank, ScoreBias
+from flashbias_convert import Alibi, Dense, LowRank, ScoreBias
 from flashbias_convert.attention import (
     backward,
     backward_launch,
     backward_pairs,
     flashbias_attention,
 )
-from flashbias_convert.attention.backends import BackendFallbackWarning, _warn
+from flashbias_convert.attention.backends import BackendFallbackWarning
 from flashbias_convert.attention.training_packing import (
     factor_gradients,
     pack_for_training,
@@ -400,20 +400,6 @@ def test_auto_trains_on_the_kernel(
     auto, asked = (gradients(x, bias, of_backend(name)) for name in ("auto", kernel))
     assert all(torch.equal(auto[name], asked[name]) for name in auto)
     assert not [w for w in recwarn if issubclass(w.category, BackendFallbackWarning)]
-
-
-def test_what_has_no_backward_kernel_falls_back(kernel: str, device: torch.device) -> None:
-    x = Inputs(device, n=11)
-    rel = [x.normal(2, 11, 129).requires_grad_(), x.normal(2, 11, 3).requires_grad_()]
-    term = Axial(rel_h=rel[0], rel_w=rel[1], y=x.integers(129, 11), x=x.integers(3, 11))
-    with pytest.raises(UnsupportedTermError, match="129 rows or columns"):
-        flashbias_attention(x.q, x.k, x.v, x.bias(term), backend=kernel)
-    with torch.no_grad():
-        flashbias_attention(x.q, x.k, x.v, x.bias(term), backend=kernel)
-    _warn.cache_clear()
-    with pytest.warns(BackendFallbackWarning, match="129 rows or columns"):
-        out = flashbias_attention(x.q, x.k, x.v, x.bias(term))
-    assert all(g.abs().max() > 0 for g in torch.autograd.grad(out.square().sum(), rel))
 
 
 def test_a_second_derivative_is_refused(kernel: str, device: torch.device) -> None:

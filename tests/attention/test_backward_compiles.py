@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashbias_convert import ScoreBias
+from flashbias_convert import Axial, ScoreBias
 from flashbias_convert.attention import backward_launch
 from flashbias_convert.attention.tuning import LaunchSettings, backward_settings
 
@@ -81,6 +81,12 @@ def without_pairs(x: Inputs) -> Sequence[Any]:
     return (*gated, x.axial())
 
 
+def wide_axial(x: Inputs) -> Axial:
+    """Two walks over the keys, and more columns than factors of a term may have."""
+    rel_h, rel_w = (x.normal(2, x.n, size) for size in (150, 130))
+    return Axial(rel_h=rel_h, rel_w=rel_w, y=x.integers(150, x.m), x=x.integers(130, x.m))
+
+
 VARIANTS = {
     "windows-table": Variant(
         FP16, 144, 32, lambda x: [x.table(), x.regions()], WITH_TABLES,
@@ -106,6 +112,13 @@ VARIANTS = {
     "thin-terms": Variant(
         FP16, 49, 8, without_pairs, options={"causal": True}, in_registers=False
     ),
+    "axial-walks": Variant(BF16, 197, 64, lambda x: [wide_axial(x)], options={"causal": True}),
+    "axial-walks-rank56": Variant(
+        FP16, 197, 64, lambda x: [x.low_rank(56, split=0), wide_axial(x)]
+    ),
+    "axial-walks-head-size-80": Variant(BF16, 197, 80, lambda x: [wide_axial(x)]),
+    "axial-rank240": Variant(BF16, 113, 64, lambda x: [x.low_rank(240, split=0), x.axial()]),
+    "axial-walks-fp32": Variant(FP32, 63, 64, lambda x: [wide_axial(x)]),
     "lookup-rows": Variant(BF16, 63, 16, lambda x: [x.rows(x.lookup())], WITH_TABLES),
     "atomics": Variant(BF16, 576, 64, kernels=WITH_ATOMICS, deterministic=False),
     "atomics-rank16": Variant(
