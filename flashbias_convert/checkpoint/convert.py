@@ -23,6 +23,7 @@ from ..plan import Plan
 from ..recipe import Recipe
 from .architecture import Architecture, ArchLike
 from .card import card_path, model_card
+from .header import other_entries
 from .made_from import without_narrowed
 from .mapped import MappedModel, sparing
 from .open import OpenedModel
@@ -306,7 +307,7 @@ def _write(
     tensors = stored_state(opened)
     originals = {key: tensors[key] for key in opened.stored}
     origin = Origin.of(opened.checkpoint, originals)
-    metadata = {**opened.checkpoint.metadata, SOURCE_KEY: origin.to_json()}
+    metadata = {**other_entries(opened.checkpoint.metadata), SOURCE_KEY: origin.to_json()}
     if target.suffix == ".safetensors":
         write_file(target, tensors, plan, force=force, metadata=metadata, card=card, check=check)
         return origin.lost

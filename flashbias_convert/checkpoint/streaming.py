@@ -1,8 +1,9 @@
 """Convert shards one after the other: what is not touched is copied, and nothing is held.
 
-The output has the shards of the input and one more for the terms. It is made in a hidden folder
-that outlives an interruption; the same conversion goes on from there. Every shard, new or left by
-an earlier run, is read back and compared with the input before it counts.
+The output has the shards of the input, with the same names in them, and one more for the terms. It
+is made in a hidden folder that outlives an interruption; the same conversion goes on from there.
+Every shard, new or left by an earlier run, is read back and compared with the input before it
+counts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from ..errors import CheckpointError, VerificationError
 from ..plan import Plan
 from .card import card_in
 from .config_entry import mark_config
-from .header import LINKED_KEY
+from .file_names import names_entry
+from .header import LINKED_KEY, other_entries, own_entries
 from .made_from import without_narrowed
 from .mapped import MappedModel, lost_names
 from .origin import SOURCE_KEY, Origin, digest_of
@@ -132,7 +134,12 @@ def write_streamed(
 
 @dataclass(frozen=True, eq=False)
 class _Work:
-    """What is written: shards, terms and their headers."""
+    """What is written: shards, terms and their headers.
+
+    Attributes:
+        tied, names: see `header.TIED_KEY` and `header.NAMES_KEY`; `names` has all that is copied.
+        linked: names of the shards that are links by now.
+    """
 
     opened: MappedModel
     target: Path
@@ -140,9 +147,9 @@ class _Work:
     shards: list[_Shard]
     terms: dict[str, Tensor]
     tied: dict[str, str]
+    names: dict[str, str]
     origin: Origin
     link: bool = False
-    #: names of the shards that are links by now
     linked: set[str] = field(default_factory=set)
 
     @classmethod
@@ -153,7 +160,10 @@ class _Work:
         known = {**opened.sources, **opened.tied}
         terms, tied_terms = prepare({k: t for k, t in state.items() if k not in known})
         tied = {**opened.tied, **tied_terms}
-        return cls(opened, target, plan, _shards(opened), terms, tied, _origin(opened), link)
+        names = {in_file: name for name, in_file in _names(opened).items()}
+        _require_apart(names, terms)
+        origin = _origin(opened)
+        return cls(opened, target, plan, _shards(opened), terms, tied, names, origin, link)
 
     @property
     def source(self) -> Path | None:
@@ -164,9 +174,12 @@ class _Work:
     def metadata(self, digest: str) -> dict[str, str]:
         """Of every header."""
         own = {SOURCE_KEY: replace(self.origin, digest=digest).to_json()}
+        own |= names_entry(self.names)
         if self.linked:
             own[LINKED_KEY] = json.dumps(sorted(self.linked))
-        return file_header(self.plan, self.tied, {**self.opened.checkpoint.metadata, **own})
+        return file_header(
+            self.plan, self.tied, {**other_entries(self.opened.checkpoint.metadata), **own}
+        )
 
     def job(self) -> str:
         """Stands for everything that decides on the bytes of the shards."""
@@ -174,7 +187,7 @@ class _Work:
         facts: list[Any] = [self.metadata(_NO_DIGEST), self.link]
         for shard, stat in zip(self.shards, stats, strict=True):
             facts.append([str(shard.source.resolve()), stat.st_size, stat.st_mtime_ns, shard.name])
-            facts.append([(p.name, p.source, str(p.dtype), p.shape) for p in shard.pieces])
+            facts.append([(p.name, str(p.dtype), p.shape) for p in shard.pieces])
         return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
     def start(self, shard: _Shard) -> int:
@@ -185,8 +198,7 @@ class _Work:
 
     def link_shards(self, folder: Path) -> None:
         """Link what can be linked."""
-        known = self.opened.checkpoint.metadata
-        if any(key.startswith("flashbias_convert.") for key in known):
+        if own_entries(self.opened.checkpoint.metadata):
             return  # of an earlier conversion: headers say what is not so any more
         for shard in self.shards:
             path = folder / shard.name
@@ -282,9 +294,8 @@ class _Work:
 
     def _digest(self, digests: Mapping[str, str]) -> str:
         """See `Origin.digest`."""
-        described = {p.name: p.describe(digests[p.name]) for s in self.shards for p in s.pieces}
-        names = self.opened.checkpoint.names
-        return digest_of({names[k]: described[n] for n, k in self.opened.sources.items()})
+        pieces = [piece for shard in self.shards for piece in shard.pieces]
+        return digest_of({piece.name: piece.describe(digests[piece.name]) for piece in pieces})
 
     # -- the rest --------------------------------------------------------------------------
 
@@ -316,7 +327,7 @@ class _Work:
 
     def _term_pieces(self) -> list[Piece]:
         return in_file_order(
-            [Piece(name, name, t.dtype, tuple(t.shape)) for name, t in self.terms.items()]
+            [Piece(name, t.dtype, tuple(t.shape)) for name, t in self.terms.items()]
         )
 
 
@@ -324,13 +335,27 @@ def _nothing() -> None:
     pass
 
 
+def _names(opened: MappedModel) -> dict[str, str]:
+    """Name in the model -> name in the files, which keep it."""
+    return {name: opened.checkpoint.names[key] for name, key in opened.sources.items()}
+
+
+def _require_apart(names: Mapping[str, str], terms: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError if the index could not tell a weight from a term."""
+    both = names.keys() & terms.keys()
+    if both:
+        raise CheckpointError(
+            f"a weight in the files has the name of a term: {min(both)!r}", "give it another name"
+        )
+
+
 def _shards(opened: MappedModel) -> list[_Shard]:
     checkpoint = opened.checkpoint
     assert checkpoint.weight_map is not None
     pieces: dict[Path, list[Piece]] = {file: [] for file in checkpoint.files}
-    for name, key in opened.sources.items():
-        tensor, in_file = checkpoint.tensors[key], checkpoint.names[key]
-        piece = Piece(name, in_file, tensor.dtype, tuple(tensor.shape))
+    for name, in_file in _names(opened).items():
+        tensor = checkpoint.tensors[opened.sources[name]]
+        piece = Piece(in_file, tensor.dtype, tuple(tensor.shape))
         pieces[checkpoint.weight_map[in_file]].append(piece)
     used = sorted((file for file in checkpoint.files if pieces[file]), key=lambda file: file.name)
     return [
@@ -342,15 +367,14 @@ def _shards(opened: MappedModel) -> list[_Shard]:
 def _origin(opened: MappedModel) -> Origin:
     """As `Origin.of`, without the digest."""
     checkpoint = opened.checkpoint
-    names = {name: checkpoint.names[key] for name, key in opened.sources.items()}
+    stored = set(_names(opened).values())
     safetensors = checkpoint.files[0].suffix == ".safetensors"
     return Origin(
         files=tuple(file.name for file in checkpoint.files),
         metadata=dict(sorted(checkpoint.metadata.items()))
         if safetensors and checkpoint.metadata
         else None,
-        renamed={in_file: name for name, in_file in names.items() if name != in_file},
-        omitted=tuple(key for key in (*opened.sources, *opened.tied) if names.get(key) != key),
+        omitted=tuple(alias for alias in opened.tied if alias not in stored),
         lost=lost_names(checkpoint, opened.sources),
         digest=_NO_DIGEST,
     )
