@@ -14,6 +14,9 @@ from torch import Tensor
 from ..errors import CheckpointError
 from .header import NAMES_KEY, PLAN_KEY
 
+#: characters of a name in a message
+_LONGEST = 200
+
 
 def names_entry(names: Mapping[str, str]) -> dict[str, str]:
     """The entry of a header, or none if no name differs.
@@ -39,14 +42,14 @@ def by_model_names(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -
     absent = next((in_file for in_file in names if in_file not in tensors), None)
     if absent is not None:
         raise CheckpointError(
-            f"the header names a tensor {absent!r}, which is not there",
+            f"the header names a tensor {_quoted(absent)}, which is not there",
             "is this one file of several? give their folder",
         )
     found: dict[str, Tensor] = {}
     for in_file, tensor in tensors.items():
         name = names.get(in_file, in_file)
         if name in found:
-            raise CheckpointError(f"by the names in the header two tensors are called {name!r}")
+            raise CheckpointError(f"by its header two tensors are called {_quoted(name)}")
         found[name] = tensor
     return found
 
@@ -59,11 +62,16 @@ def _names_of(metadata: Mapping[str, str]) -> dict[str, str]:
         if not isinstance(pairs, tuple):
             raise ValueError("they are no object")
         for pair in pairs:
-            if not all(isinstance(name, str) for name in pair):
-                raise ValueError(f"{pair!r} are no two names")
+            if not isinstance(pair[1], str):
+                raise ValueError(f"that of {_quoted(pair[0])} is no text")
         names = dict(pairs)
         if len(names) < len(pairs):
             raise ValueError("a tensor is named twice")
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"the names in the header are damaged: {error}") from error
     return names
+
+
+def _quoted(name: str) -> str:
+    """For messages: of any length and with any characters in the file."""
+    return repr(name if len(name) <= _LONGEST else f"{name[:_LONGEST]}...")

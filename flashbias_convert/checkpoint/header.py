@@ -58,6 +58,17 @@ def require_plan(metadata: Mapping[str, str], path: Path) -> Plan:
     return plan
 
 
+def linked_of(metadata: Mapping[str, str]) -> frozenset[str]:
+    """Names of the shards that are the input's own files."""
+    try:
+        linked = json.loads(metadata.get(LINKED_KEY, "[]"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"the list of linked shards is not JSON: {error}") from error
+    if not isinstance(linked, list):
+        raise CheckpointError("the list of linked shards is damaged")
+    return frozenset(name for name in linked if isinstance(name, str))
+
+
 def tied_of(metadata: Mapping[str, str]) -> dict[str, str]:
     """Names of tied tensors that are stored once: alias -> stored name."""
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from .file_names import by_model_names
 from .files import WeightFiles, check_inside, find_weight_files, read_json
-from .header import LINKED_KEY, own_entries
+from .header import linked_of, own_entries
 from .mdlus import is_mdlus, read_mdlus
 from .pangu_onnx import read_pangu_onnx
 from .pickles import damaged, read_pickle
@@ -146,7 +145,7 @@ def _common(headers: dict[Path, dict[str, str]]) -> dict[str, str]:
     first = next((file for file, header in headers.items() if own_entries(header)), None)
     if first is None:
         return next((header for header in headers.values() if header), {})
-    linked = json.loads(headers[first].get(LINKED_KEY, "[]"))
+    linked = linked_of(headers[first])
     for file, header in headers.items():
         if own_entries(header) != ({} if file.name in linked else own_entries(headers[first])):
             raise CheckpointError(
