@@ -93,12 +93,13 @@ def convert_checkpoint(
     """Convert a checkpoint and write the result beside it.
 
     A folder of shards is converted shard by shard, and no more than one is held: the output has
-    the same shards, and one for the terms. If that is interrupted or killed, or fails once a shard
-    is finished (a full disk, too little memory), the same call goes on where it stopped; the
-    result is the same, byte for byte. Everything is in memory at once
+    the same shards, with the same names in them, and one for the terms. If that is interrupted or
+    killed, or fails once a shard is finished (a full disk, too little memory), the same call goes
+    on where it stopped; the result is the same, byte for byte. Everything is in memory at once
     where `max_shard_size`, `planner`, another device than the CPU or a single file as output is
-    asked for, or where weights cannot be memory-mapped or are renamed as they are loaded; a
-    warning says so before it is done, and `Conversion.held` afterwards.
+    asked for, or where weights cannot be memory-mapped or are more than renamed as they are
+    loaded; a warning says so before it is done, and `Conversion.held` afterwards. The output then
+    has the names of the model.
 
     Args:
         path: a file, an index of shards, or a folder.
