@@ -26,10 +26,11 @@ from ..errors import CheckpointError, VerificationError
 from ..plan import Plan
 from .card import card_in
 from .config_entry import mark_config
+from .copied_shards import Shard, names_of, origin_of, require_apart, shards_of
 from .file_names import names_entry
 from .header import LINKED_KEY, other_entries, own_entries
 from .made_from import without_narrowed
-from .mapped import MappedModel, lost_names
+from .mapped import MappedModel
 from .origin import SOURCE_KEY, Origin, digest_of
 from .outputs import WEIGHTS_NAME, check_output, is_folder, plan_path
 from .partial import Partial
@@ -62,19 +63,6 @@ TERMS_NAME = "model-terms.safetensors"
 _NO_DIGEST = "0" * 32
 
 
-@dataclass(frozen=True)
-class _Shard:
-    """One file of the input, and what becomes of it."""
-
-    source: Path
-    name: str
-    pieces: list[Piece]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(piece.nbytes for piece in self.pieces)
-
-
 def write_streamed(
     opened: MappedModel,
     target: Path,
@@ -100,7 +88,8 @@ def write_streamed(
         copying: told of the progress.
         shelf: where the terms are kept, if not in memory.
         link: make hard links to shards that stay as they are, instead of copies; they are never
-            opened for writing. The plan is in the headers of the other files only.
+            opened for writing. The plan, and what the model calls the tensors, are in the headers
+            of the other files only.
 
     What was finished before an error stays beside the target, and the same call goes on from it;
     not so if the input has changed, or the result was not verified: there is nothing to go on to.
@@ -144,7 +133,7 @@ class _Work:
     opened: MappedModel
     target: Path
     plan: Plan
-    shards: list[_Shard]
+    shards: list[Shard]
     terms: dict[str, Tensor]
     tied: dict[str, str]
     names: dict[str, str]
@@ -160,10 +149,10 @@ class _Work:
         known = {**opened.sources, **opened.tied}
         terms, tied_terms = prepare({k: t for k, t in state.items() if k not in known})
         tied = {**opened.tied, **tied_terms}
-        names = {in_file: name for name, in_file in _names(opened).items()}
-        _require_apart(names, terms)
-        origin = _origin(opened)
-        return cls(opened, target, plan, _shards(opened), terms, tied, names, origin, link)
+        names = {in_file: name for name, in_file in names_of(opened).items()}
+        require_apart(names, terms)
+        origin = origin_of(opened)
+        return cls(opened, target, plan, shards_of(opened), terms, tied, names, origin, link)
 
     @property
     def source(self) -> Path | None:
@@ -190,7 +179,7 @@ class _Work:
             facts.append([(p.name, str(p.dtype), p.shape) for p in shard.pieces])
         return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
-    def start(self, shard: _Shard) -> int:
+    def start(self, shard: Shard) -> int:
         """Where the tensors of a shard begin in its file: its header has a fixed length."""
         return len(header(shard.pieces, self.metadata(_NO_DIGEST)))
 
@@ -333,48 +322,3 @@ class _Work:
 
 def _nothing() -> None:
     pass
-
-
-def _names(opened: MappedModel) -> dict[str, str]:
-    """Name in the model -> name in the files, which keep it."""
-    return {name: opened.checkpoint.names[key] for name, key in opened.sources.items()}
-
-
-def _require_apart(names: Mapping[str, str], terms: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError if the index could not tell a weight from a term."""
-    both = names.keys() & terms.keys()
-    if both:
-        raise CheckpointError(
-            f"a weight in the files has the name of a term: {min(both)!r}", "give it another name"
-        )
-
-
-def _shards(opened: MappedModel) -> list[_Shard]:
-    checkpoint = opened.checkpoint
-    assert checkpoint.weight_map is not None
-    pieces: dict[Path, list[Piece]] = {file: [] for file in checkpoint.files}
-    for name, in_file in _names(opened).items():
-        tensor = checkpoint.tensors[opened.sources[name]]
-        piece = Piece(in_file, tensor.dtype, tuple(tensor.shape))
-        pieces[checkpoint.weight_map[in_file]].append(piece)
-    used = sorted((file for file in checkpoint.files if pieces[file]), key=lambda file: file.name)
-    return [
-        _Shard(file, f"model-{at:05d}-of-{len(used):05d}.safetensors", in_file_order(pieces[file]))
-        for at, file in enumerate(used, 1)
-    ]
-
-
-def _origin(opened: MappedModel) -> Origin:
-    """As `Origin.of`, without the digest."""
-    checkpoint = opened.checkpoint
-    stored = set(_names(opened).values())
-    safetensors = checkpoint.files[0].suffix == ".safetensors"
-    return Origin(
-        files=tuple(file.name for file in checkpoint.files),
-        metadata=dict(sorted(checkpoint.metadata.items()))
-        if safetensors and checkpoint.metadata
-        else None,
-        omitted=tuple(alias for alias in opened.tied if alias not in stored),
-        lost=lost_names(checkpoint, opened.sources),
-        digest=_NO_DIGEST,
-    )

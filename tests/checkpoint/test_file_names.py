@@ -17,7 +17,8 @@ from flashbias_convert.checkpoint.file_names import by_model_names, names_entry
 from flashbias_convert.checkpoint.header import LINKED_KEY, NAMES_KEY, PLAN_KEY, linked_of
 from flashbias_convert.errors import CheckpointError
 
-from .models import ARGS, NAME, images, write_tiny
+from .models import ARGS, NAME, images, tiny_weights, write_tiny
+from .sharded import write_shards
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 TENSORS = {"a": torch.zeros(1), "b": torch.ones(2), "c": torch.ones(3)}
@@ -100,3 +101,24 @@ def test_a_file_with_other_names_is_loaded_and_restored_under_them(tmp_path: Pat
     # the record of the source speaks of names in the file
     with pytest.raises(CheckpointError, match="changed since"):
         restore_checkpoint(output)
+
+
+@pytest.mark.parametrize("shards", [None, 3])
+def test_an_entry_of_a_source_without_a_plan_says_nothing(
+    tmp_path: Path, shards: int | None
+) -> None:
+    """It stays with what is known of the source, and the output is read by its own."""
+    entry = {NAMES_KEY: '{"norm.bias": "norm.weight", "nowhere": "norm.bias"}'}
+    if shards is None:
+        source = write_tiny(tmp_path / "x.safetensors")
+        rewritten(source, {}, entry)
+    else:
+        source = write_shards(tmp_path / "m", tiny_weights(), "safetensors", shards)
+        for path in source.glob("*.safetensors"):
+            rewritten(path, {}, entry)
+    before = read_checkpoint(source)
+    output = convert_checkpoint(source, arch=f"timm:{NAME}", arch_args=ARGS).output
+    assert output is not None and NAMES_KEY not in read_checkpoint(output).metadata
+    load_model(output)
+    back = read_checkpoint(restore_checkpoint(output).output)
+    assert back.metadata == before.metadata and back.tensors.keys() == before.tensors.keys()

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from flashbias_convert import load_model, save_model
 from flashbias_convert.checkpoint import convert_checkpoint, read_checkpoint, restore_checkpoint
+from flashbias_convert.checkpoint.copied_shards import require_apart
 from flashbias_convert.checkpoint.header import LINKED_KEY, NAMES_KEY
 from flashbias_convert.checkpoint.origin import SOURCE_KEY, Origin
 from flashbias_convert.checkpoint.shards import Split
-from flashbias_convert.checkpoint.streaming import _require_apart
 from flashbias_convert.errors import CheckpointError
 from flashbias_convert.verification import verify_files
 
@@ -221,6 +221,6 @@ def test_transformers_loads_it(
 
 
 def test_a_weight_that_is_called_as_a_term_is_refused() -> None:
-    _require_apart({"a": "x"}, {"x": torch.zeros(1)})
+    require_apart({"a": "x"}, {"x": torch.zeros(1)})
     with pytest.raises(CheckpointError, match="a weight in the files has the name of a term: 'a'"):
-        _require_apart({"a": "x"}, {"a": torch.zeros(1)})
+        require_apart({"a": "x"}, {"a": torch.zeros(1)})
