@@ -23,6 +23,7 @@ from .checkpoint.attach import attach_terms
 from .checkpoint.config_entry import config_entry
 from .checkpoint.kept_terms import split_terms
 from .checkpoint.read import read_file_tensors
+from .checkpoint.transformers_names import by_sites
 from .patching import patch_model
 from .plan import Plan
 
@@ -71,7 +72,7 @@ class FlashBiasQuantizer(HfQuantizer):
         _declare_unquantised(model)
         options = dict(self.quantization_config.options)
         backend = self.quantization_config.backend
-        terms = _fitted(self._terms(), model)
+        terms = _fitted(by_sites(self._terms(), model), model)
         if not terms:
             plan = patch_model(model, backend=backend, **options)
         else:

@@ -9,7 +9,8 @@ Makes a BLOOM of that size (or a SwinV2 with windows of 24 x 24, whose biases ha
 decomposed, or a Swin as transformers saves it, under other names than it loads it) with random
 weights in FOLDER, copies it (what the disk can do), converts
 it in a process whose memory is measured, converts it again and kills that half-way, and goes on.
-Both outputs must have the same bytes, and every tensor those of the input. Writes
+Both outputs must have the same bytes, every tensor those of the input, and every shard the names of
+the input: only those of terms are new, in a file of their own. Writes
 scripts/results/check_sharded.csv, a row for each step; memory is resident memory, mapped files
 included, beyond what the process has after its imports. Its parts are looked at ten times a second,
 each at its highest: what the process allocated itself, and pages of the page cache that it has
@@ -43,7 +44,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flashbias_convert.checkpoint.origin import SOURCE_KEY
+from flashbias_convert.checkpoint.streaming import TERMS_NAME
 
 RESULTS = Path(__file__).parent / "results" / "check_sharded.csv"
 HIDDEN, VOCABULARY = 4096, 1024
@@ -88,6 +89,7 @@ class Check:
         self._convert("convert", -1)
         first = hashes(self._output)
         differing = different_tensors(self._source, self._output)
+        other_names = different_names(self._source, self._output)
         shutil.rmtree(self._output)
         self._convert("convert, killed half-way", self._total // 2)
         assert not self._output.exists(), "a killed conversion left an output"
@@ -95,6 +97,7 @@ class Check:
         checks = {
             "the same bytes after a kill": hashes(self._output) == first,
             "every tensor as in the input": not differing,
+            "every name as in the input": not other_names,
             "the input as it was": hashes(self._source) == before,
             f"memory below {MOST_MEMORY} of the largest shard": all(
                 row["memory / largest shard"] <= MOST_MEMORY
@@ -397,18 +400,37 @@ def hashes(folder: Path) -> dict[str, str]:
 def different_tensors(source: Path, output: Path) -> list[str]:
     """Names of the tensors of the input that the output lacks or has with other bytes."""
     index = json.loads((output / "model.safetensors.index.json").read_text())["weight_map"]
-    with safe_open(output / index[next(iter(index))], framework="pt") as file:
-        renamed = json.loads(file.metadata()[SOURCE_KEY])["renamed"]
     differing = []
-    for path in sorted(source.glob("*model-*")):
+    for path in shards_of(source):
         for key, tensor in tensors_of(path):
-            name = renamed.get(key, key)
-            with safe_open(output / index[name], framework="pt") as file:
-                found = file.get_tensor(name)
+            if key not in index:
+                differing.append(key)
+                continue
+            with safe_open(output / index[key], framework="pt") as file:
+                found = file.get_tensor(key)
             same = found.dtype == tensor.dtype and found.shape == tensor.shape
             if not same or not torch.equal(found.view(torch.int16), tensor.view(torch.int16)):
                 differing.append(key)
     return differing
+
+
+def different_names(source: Path, output: Path) -> set[str]:
+    """Names that are in one of two shards that belong together; of terms, those of no term."""
+    written = [path for path in shards_of(output) if path.name != TERMS_NAME]
+    different = {key for key in names_of(output / TERMS_NAME) if "score_bias." not in key}
+    for before, after in zip(shards_of(source), written, strict=True):
+        different |= names_of(before) ^ names_of(after)
+    return different
+
+
+def shards_of(folder: Path) -> list[Path]:
+    """Files of weights, in order."""
+    return sorted(folder.glob("*model-*"))
+
+
+def names_of(path: Path) -> set[str]:
+    """Names of the tensors of a shard."""
+    return {key for key, _ in tensors_of(path)}
 
 
 def tensors_of(path: Path) -> Iterator[tuple[str, Tensor]]:

@@ -23,6 +23,7 @@ from ..plan import Plan
 from ..recipe import Recipe
 from .architecture import Architecture, ArchLike
 from .card import card_path, model_card
+from .header import other_entries
 from .made_from import without_narrowed
 from .mapped import MappedModel, sparing
 from .open import OpenedModel
@@ -92,12 +93,13 @@ def convert_checkpoint(
     """Convert a checkpoint and write the result beside it.
 
     A folder of shards is converted shard by shard, and no more than one is held: the output has
-    the same shards, and one for the terms. If that is interrupted or killed, or fails once a shard
-    is finished (a full disk, too little memory), the same call goes on where it stopped; the
-    result is the same, byte for byte. Everything is in memory at once
+    the same shards, with the same names in them, and one for the terms. If that is interrupted or
+    killed, or fails once a shard is finished (a full disk, too little memory), the same call goes
+    on where it stopped; the result is the same, byte for byte. Everything is in memory at once
     where `max_shard_size`, `planner`, another device than the CPU or a single file as output is
-    asked for, or where weights cannot be memory-mapped or are renamed as they are loaded; a
-    warning says so before it is done, and `Conversion.held` afterwards.
+    asked for, or where weights cannot be memory-mapped or are more than renamed as they are
+    loaded; a warning says so before it is done, and `Conversion.held` afterwards. The output then
+    has the names of the model.
 
     Args:
         path: a file, an index of shards, or a folder.
@@ -306,7 +308,7 @@ def _write(
     tensors = stored_state(opened)
     originals = {key: tensors[key] for key in opened.stored}
     origin = Origin.of(opened.checkpoint, originals)
-    metadata = {**opened.checkpoint.metadata, SOURCE_KEY: origin.to_json()}
+    metadata = {**other_entries(opened.checkpoint.metadata), SOURCE_KEY: origin.to_json()}
     if target.suffix == ".safetensors":
         write_file(target, tensors, plan, force=force, metadata=metadata, card=card, check=check)
         return origin.lost

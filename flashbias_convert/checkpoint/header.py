@@ -9,11 +9,25 @@ from pathlib import Path
 from ..errors import CheckpointError, UsageError
 from ..plan import Plan
 
+#: what the entries of a conversion begin with; a file has others of its source
+_OWN = "flashbias_convert."
 PLAN_KEY = "flashbias_convert.plan"
 #: names of the shards that are the input's own files, whose headers say nothing of a plan
 LINKED_KEY = "flashbias_convert.linked"
+#: name of a tensor in the file -> its name in the model, where they differ
+NAMES_KEY = "flashbias_convert.names"
 TIED_KEY = "flashbias_convert.tied"
 VERSION_KEY = "flashbias_convert.version"
+
+
+def own_entries(metadata: Mapping[str, str]) -> dict[str, str]:
+    """What a conversion wrote into a header."""
+    return {key: text for key, text in metadata.items() if key.startswith(_OWN)}
+
+
+def other_entries(metadata: Mapping[str, str]) -> dict[str, str]:
+    """What no conversion wrote into a header."""
+    return {key: text for key, text in metadata.items() if not key.startswith(_OWN)}
 
 
 def plan_of(metadata: Mapping[str, str]) -> Plan | None:
@@ -42,6 +56,17 @@ def require_plan(metadata: Mapping[str, str], path: Path) -> Plan:
             f"convert it: flashbias-convert {path}",
         )
     return plan
+
+
+def linked_of(metadata: Mapping[str, str]) -> frozenset[str]:
+    """Names of the shards that are the input's own files."""
+    try:
+        linked = json.loads(metadata.get(LINKED_KEY, "[]"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"the list of linked shards is not JSON: {error}") from error
+    if not isinstance(linked, list):
+        raise CheckpointError("the list of linked shards is damaged")
+    return frozenset(name for name in linked if isinstance(name, str))
 
 
 def tied_of(metadata: Mapping[str, str]) -> dict[str, str]:

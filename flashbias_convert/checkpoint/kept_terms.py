@@ -33,6 +33,11 @@ def split_terms(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
     return {key: t for key, t in tensors.items() if key not in terms}, terms
 
 
+def sites_of(terms: Iterable[str]) -> list[str]:
+    """Sites that have terms."""
+    return list(_layouts(terms))
+
+
 def stale_sites(terms: Mapping[str, Tensor]) -> list[str]:
     """Sites whose weights had changed since they were converted when the model was saved."""
     return [site for site, key in _layouts(terms).items() if not terms[key].any()]

@@ -24,6 +24,7 @@ from .made_from import with_made_from
 from .open import compute_dtype, open_checkpoint
 from .read import read_checkpoint
 from .tied import untie_different
+from .transformers_names import by_sites
 
 
 def load_model(
@@ -61,7 +62,7 @@ def load_model(
         opened = open_checkpoint(
             dataclasses.replace(checkpoint, tensors=weights), arch=arch, without_terms=True
         )
-        attach_terms(opened.model, terms, path, recipes, backend)
+        attach_terms(opened.model, by_sites(terms, opened.model), path, recipes, backend)
         return opened.model.to(device=device, dtype=dtype).eval()
     plan = require_plan(checkpoint.metadata, Path(path))
     tensors = _with_aliases(checkpoint.tensors, tied_of(checkpoint.metadata))

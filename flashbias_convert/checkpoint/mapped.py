@@ -78,7 +78,7 @@ def open_mapped(
         recipes: recipes beside the installed ones; they say what biases are made from.
 
     Raises:
-        NotMappable: the weights cannot be mapped, or have other names than in the model.
+        NotMappable: the weights cannot be mapped, or are other tensors in the model.
         CheckpointError: shapes that do not fit.
         UnknownArchitectureError: the architecture is unknown or ambiguous.
     """

@@ -66,7 +66,8 @@ class Origin:
         """The tensors of the source under their names in it.
 
         Args:
-            tensors: what the converted file holds, without terms, tied names included.
+            tensors: what the converted file holds, by the names in it, without terms; tied names
+                included.
 
         Raises:
             CheckpointError: a tensor is missing, or one was changed after the conversion.

@@ -49,17 +49,15 @@ class ChangedInputError(CheckpointError):
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor that is copied.
+    """A tensor that is copied from one file to another, and keeps its name.
 
     Attributes:
-        name: in the output.
-        source: its name in the file that it comes from.
+        name: in both.
         dtype: of both.
         shape: of both.
     """
 
     name: str
-    source: str
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -121,9 +119,8 @@ class Source:
         self._tensors = {} if self._ranges is not None else read_file_tensors(path)
 
     def consists_of(self, pieces: Sequence[Piece]) -> bool:
-        """Whether it is a safetensors file with these tensors, under their names, and no others."""
-        own = {piece.source for piece in pieces if piece.name == piece.source}
-        return self._ranges is not None and len(own) == len(pieces) and own == set(self._ranges)
+        """Whether it is a safetensors file with these tensors, and no others."""
+        return self._ranges is not None and {piece.name for piece in pieces} == set(self._ranges)
 
     def chunks(self, piece: Piece) -> Iterator[memoryview]:
         """The bytes of a tensor, some at a time; each is valid until the next one.
@@ -132,12 +129,12 @@ class Source:
             ChangedInputError: the file is not what it was when it was first read.
         """
         if self._ranges is None:
-            tensor = self._tensors.get(piece.source)
+            tensor = self._tensors.get(piece.name)
             if tensor is None or (tensor.dtype, tuple(tensor.shape)) != (piece.dtype, piece.shape):
                 raise ChangedInputError(f"{self._path} has changed while it was converted")
             yield from _pieces_of(_view(tensor))
             return
-        start, end = self._ranges.get(piece.source, (0, 0))
+        start, end = self._ranges.get(piece.name, (0, 0))
         if end - start != piece.nbytes:
             raise ChangedInputError(f"{self._path} has changed while it was converted")
         with self._path.open("rb") as file:
@@ -152,7 +149,7 @@ class Held:
 
     def chunks(self, piece: Piece) -> Iterator[memoryview]:
         """The bytes of a tensor, some at a time."""
-        yield from _pieces_of(_view(self._tensors[piece.source]))
+        yield from _pieces_of(_view(self._tensors[piece.name]))
         self._read()
 
 
@@ -202,7 +199,7 @@ def _safetensors_ranges(path: Path) -> dict[str, tuple[int, int]] | None:
 
 
 def digests_of(source: Source, pieces: Sequence[Piece], on_bytes: OnBytes) -> dict[str, str]:
-    """A hash of every tensor, by its name in the output."""
+    """A hash of every tensor, by its name."""
     return {piece.name: _hash(source.chunks(piece), on_bytes) for piece in pieces}
 
 
@@ -234,7 +231,7 @@ def copy_pieces(
     """Write tensors one after the other, from `start` on, and make them durable.
 
     Returns:
-        A hash of every tensor, by its name in the output.
+        A hash of every tensor, by its name.
     """
     found = {}
     with path.open("wb") as file:
@@ -255,9 +252,7 @@ def write_tensors(
     wrote: Callable[[], None],
 ) -> None:
     """Write a safetensors file; always the same bytes. `wrote` is called after each tensor."""
-    pieces = in_file_order(
-        [Piece(name, name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
-    )
+    pieces = in_file_order([Piece(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()])
     with path.open("wb") as file:
         file.write(header(pieces, metadata))
         for piece in pieces:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +11,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
+from .file_names import by_model_names
 from .files import WeightFiles, check_inside, find_weight_files, read_json
-from .header import LINKED_KEY
+from .header import linked_of, own_entries
 from .mdlus import is_mdlus, read_mdlus
 from .pangu_onnx import read_pangu_onnx
 from .pickles import damaged, read_pickle
@@ -30,14 +30,15 @@ class Checkpoint:
     Attributes:
         path: what was asked for: a file, an index or a folder.
         tensors: the state dict; memory-mapped where the format allows it, so that reading costs
-            nothing until a tensor is used.
+            nothing until a tensor is used. Keys of converted files are those of the model.
         files: the files that hold the tensors.
         folder: the folder that the files lie in.
         metadata: metadata in the header of a safetensors file.
         extras: what a training checkpoint holds beside its weights.
         config: the content of ``config.json`` in the folder, if there is one.
         notes: what the user should know about how the file was read.
-        names: key -> name of the tensor in its file, which may have a prefix.
+        names: key -> name of the tensor in its file, which may have a prefix, or be what the
+            source of a conversion called it.
         weight_map: name of a tensor -> its file, where an index says it; None for one file.
     """
 
@@ -67,6 +68,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     found = find_weight_files(path)
     tensors, metadata, extras, notes = _read_all(found)
     in_file = list(tensors)
+    tensors = by_model_names(tensors, metadata)
     tensors = strip_prefixes(strip_lightning(strip_prefixes(tensors), extras))
     if not tensors:
         raise CheckpointError(f"{path} holds no tensors", "; ".join(notes))
@@ -82,7 +84,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         extras=extras,
         config=read_json(config) if config.is_file() else None,
         notes=tuple(notes),
-        names=dict(zip(tensors, in_file, strict=True)),  # stripping keeps the order
+        names=dict(zip(tensors, in_file, strict=True)),  # renaming keeps the order
         weight_map=found.weight_map,
     )
 
@@ -104,7 +106,7 @@ def read_metadata(path: str | Path) -> dict[str, str]:
                 found = dict(file.metadata() or {})
         except (SafetensorError, OSError) as error:
             raise damaged(weights, error) from error
-        if _ours(found):
+        if own_entries(found):
             return found
         first = first if at else found
     return first
@@ -140,22 +142,17 @@ def _read_all(found: WeightFiles) -> _Parts:
 
 def _common(headers: dict[Path, dict[str, str]]) -> dict[str, str]:
     """The header that all shards have, but for those that are the input's own files."""
-    first = next((file for file, header in headers.items() if _ours(header)), None)
+    first = next((file for file, header in headers.items() if own_entries(header)), None)
     if first is None:
         return next((header for header in headers.values() if header), {})
-    linked = json.loads(headers[first].get(LINKED_KEY, "[]"))
+    linked = linked_of(headers[first])
     for file, header in headers.items():
-        if _ours(header) != ({} if file.name in linked else _ours(headers[first])):
+        if own_entries(header) != ({} if file.name in linked else own_entries(headers[first])):
             raise CheckpointError(
                 f"{file.name} and {first.name} are of different conversions",
                 "convert the original again",
             )
     return headers[first]
-
-
-def _ours(header: dict[str, str]) -> dict[str, str]:
-    """What a conversion wrote into a header; every shard has the same."""
-    return {key: text for key, text in header.items() if key.startswith("flashbias_convert.")}
 
 
 def _require_keys(keys: Iterable[str], shard: dict[str, Tensor], file: Path) -> None:

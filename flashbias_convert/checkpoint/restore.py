@@ -13,15 +13,13 @@ from torch import Tensor
 from ..errors import CheckpointError, UsageError
 from .check_terms import term_keys
 from .config_entry import unmark_config
-from .header import PLAN_KEY, TIED_KEY, VERSION_KEY, require_plan, tied_of
+from .header import other_entries, require_plan, tied_of
 from .origin import SOURCE_KEY, Origin
 from .outputs import WEIGHTS_NAME, same_file
 from .publication import require_absent, require_no_folder
 from .read import Checkpoint, read_checkpoint
 from .staging import Staging
 from .write import compare, copy_small_files, failed, without_overlap
-
-_OURS = (PLAN_KEY, TIED_KEY, VERSION_KEY, SOURCE_KEY)
 
 
 @dataclass(frozen=True)
@@ -81,17 +79,19 @@ def _original(checkpoint: Checkpoint, path: Path) -> _Original:
         )
     terms = {key for site in plan.patched for key in term_keys(site)}
     stored = {key: t for key, t in checkpoint.tensors.items() if key not in terms}
+    in_files = {checkpoint.names[key]: tensor for key, tensor in stored.items()}
     remembered = checkpoint.metadata.get(SOURCE_KEY)
     if remembered is None:
-        metadata = {k: v for k, v in checkpoint.metadata.items() if k not in _OURS}
+        metadata = other_entries(checkpoint.metadata)
         note = "the file does not say how its source named its tensors: they keep their names"
-        return stored, metadata, (note,)
+        return in_files, metadata, (note,)
     origin = Origin.from_json(remembered)
     tied = tied_of(checkpoint.metadata)
     lost = [name for name in tied.values() if name not in stored]
     if lost:
         raise CheckpointError(f"a tied tensor is missing: {lost[0]}")
-    every = {**stored, **{alias: stored[name] for alias, name in tied.items()}}
+    # a tied name can be another tensor's own in the files, which the source had
+    every = {**{alias: stored[name] for alias, name in tied.items()}, **in_files}
     return origin.restore(every), origin.metadata, tuple(_notes(origin))
 
 

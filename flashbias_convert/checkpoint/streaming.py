@@ -1,8 +1,9 @@
 """Convert shards one after the other: what is not touched is copied, and nothing is held.
 
-The output has the shards of the input and one more for the terms. It is made in a hidden folder
-that outlives an interruption; the same conversion goes on from there. Every shard, new or left by
-an earlier run, is read back and compared with the input before it counts.
+The output has the shards of the input, with the same names in them, and one more for the terms. It
+is made in a hidden folder that outlives an interruption; the same conversion goes on from there.
+Every shard, new or left by an earlier run, is read back and compared with the input before it
+counts.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from ..errors import CheckpointError, VerificationError
 from ..plan import Plan
 from .card import card_in
 from .config_entry import mark_config
-from .header import LINKED_KEY
+from .copied_shards import Shard, names_of, origin_of, require_apart, shards_of
+from .file_names import names_entry
+from .header import LINKED_KEY, other_entries, own_entries
 from .made_from import without_narrowed
-from .mapped import MappedModel, lost_names
+from .mapped import MappedModel
 from .origin import SOURCE_KEY, Origin, digest_of
 from .outputs import WEIGHTS_NAME, check_output, is_folder, plan_path
 from .partial import Partial
@@ -60,19 +63,6 @@ TERMS_NAME = "model-terms.safetensors"
 _NO_DIGEST = "0" * 32
 
 
-@dataclass(frozen=True)
-class _Shard:
-    """One file of the input, and what becomes of it."""
-
-    source: Path
-    name: str
-    pieces: list[Piece]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(piece.nbytes for piece in self.pieces)
-
-
 def write_streamed(
     opened: MappedModel,
     target: Path,
@@ -98,7 +88,8 @@ def write_streamed(
         copying: told of the progress.
         shelf: where the terms are kept, if not in memory.
         link: make hard links to shards that stay as they are, instead of copies; they are never
-            opened for writing. The plan is in the headers of the other files only.
+            opened for writing. The plan, and what the model calls the tensors, are in the headers
+            of the other files only.
 
     What was finished before an error stays beside the target, and the same call goes on from it;
     not so if the input has changed, or the result was not verified: there is nothing to go on to.
@@ -132,17 +123,22 @@ def write_streamed(
 
 @dataclass(frozen=True, eq=False)
 class _Work:
-    """What is written: shards, terms and their headers."""
+    """What is written: shards, terms and their headers.
+
+    Attributes:
+        tied, names: see `header.TIED_KEY` and `header.NAMES_KEY`; `names` has all that is copied.
+        linked: names of the shards that are links by now.
+    """
 
     opened: MappedModel
     target: Path
     plan: Plan
-    shards: list[_Shard]
+    shards: list[Shard]
     terms: dict[str, Tensor]
     tied: dict[str, str]
+    names: dict[str, str]
     origin: Origin
     link: bool = False
-    #: names of the shards that are links by now
     linked: set[str] = field(default_factory=set)
 
     @classmethod
@@ -153,7 +149,10 @@ class _Work:
         known = {**opened.sources, **opened.tied}
         terms, tied_terms = prepare({k: t for k, t in state.items() if k not in known})
         tied = {**opened.tied, **tied_terms}
-        return cls(opened, target, plan, _shards(opened), terms, tied, _origin(opened), link)
+        names = {in_file: name for name, in_file in names_of(opened).items()}
+        require_apart(names, terms)
+        origin = origin_of(opened)
+        return cls(opened, target, plan, shards_of(opened), terms, tied, names, origin, link)
 
     @property
     def source(self) -> Path | None:
@@ -164,9 +163,12 @@ class _Work:
     def metadata(self, digest: str) -> dict[str, str]:
         """Of every header."""
         own = {SOURCE_KEY: replace(self.origin, digest=digest).to_json()}
+        own |= names_entry(self.names)
         if self.linked:
             own[LINKED_KEY] = json.dumps(sorted(self.linked))
-        return file_header(self.plan, self.tied, {**self.opened.checkpoint.metadata, **own})
+        return file_header(
+            self.plan, self.tied, {**other_entries(self.opened.checkpoint.metadata), **own}
+        )
 
     def job(self) -> str:
         """Stands for everything that decides on the bytes of the shards."""
@@ -174,10 +176,10 @@ class _Work:
         facts: list[Any] = [self.metadata(_NO_DIGEST), self.link]
         for shard, stat in zip(self.shards, stats, strict=True):
             facts.append([str(shard.source.resolve()), stat.st_size, stat.st_mtime_ns, shard.name])
-            facts.append([(p.name, p.source, str(p.dtype), p.shape) for p in shard.pieces])
+            facts.append([(p.name, str(p.dtype), p.shape) for p in shard.pieces])
         return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
-    def start(self, shard: _Shard) -> int:
+    def start(self, shard: Shard) -> int:
         """Where the tensors of a shard begin in its file: its header has a fixed length."""
         return len(header(shard.pieces, self.metadata(_NO_DIGEST)))
 
@@ -185,8 +187,7 @@ class _Work:
 
     def link_shards(self, folder: Path) -> None:
         """Link what can be linked."""
-        known = self.opened.checkpoint.metadata
-        if any(key.startswith("flashbias_convert.") for key in known):
+        if own_entries(self.opened.checkpoint.metadata):
             return  # of an earlier conversion: headers say what is not so any more
         for shard in self.shards:
             path = folder / shard.name
@@ -282,9 +283,8 @@ class _Work:
 
     def _digest(self, digests: Mapping[str, str]) -> str:
         """See `Origin.digest`."""
-        described = {p.name: p.describe(digests[p.name]) for s in self.shards for p in s.pieces}
-        names = self.opened.checkpoint.names
-        return digest_of({names[k]: described[n] for n, k in self.opened.sources.items()})
+        pieces = [piece for shard in self.shards for piece in shard.pieces]
+        return digest_of({piece.name: piece.describe(digests[piece.name]) for piece in pieces})
 
     # -- the rest --------------------------------------------------------------------------
 
@@ -316,41 +316,9 @@ class _Work:
 
     def _term_pieces(self) -> list[Piece]:
         return in_file_order(
-            [Piece(name, name, t.dtype, tuple(t.shape)) for name, t in self.terms.items()]
+            [Piece(name, t.dtype, tuple(t.shape)) for name, t in self.terms.items()]
         )
 
 
 def _nothing() -> None:
     pass
-
-
-def _shards(opened: MappedModel) -> list[_Shard]:
-    checkpoint = opened.checkpoint
-    assert checkpoint.weight_map is not None
-    pieces: dict[Path, list[Piece]] = {file: [] for file in checkpoint.files}
-    for name, key in opened.sources.items():
-        tensor, in_file = checkpoint.tensors[key], checkpoint.names[key]
-        piece = Piece(name, in_file, tensor.dtype, tuple(tensor.shape))
-        pieces[checkpoint.weight_map[in_file]].append(piece)
-    used = sorted((file for file in checkpoint.files if pieces[file]), key=lambda file: file.name)
-    return [
-        _Shard(file, f"model-{at:05d}-of-{len(used):05d}.safetensors", in_file_order(pieces[file]))
-        for at, file in enumerate(used, 1)
-    ]
-
-
-def _origin(opened: MappedModel) -> Origin:
-    """As `Origin.of`, without the digest."""
-    checkpoint = opened.checkpoint
-    names = {name: checkpoint.names[key] for name, key in opened.sources.items()}
-    safetensors = checkpoint.files[0].suffix == ".safetensors"
-    return Origin(
-        files=tuple(file.name for file in checkpoint.files),
-        metadata=dict(sorted(checkpoint.metadata.items()))
-        if safetensors and checkpoint.metadata
-        else None,
-        renamed={in_file: name for name, in_file in names.items() if name != in_file},
-        omitted=tuple(key for key in (*opened.sources, *opened.tied) if names.get(key) != key),
-        lost=lost_names(checkpoint, opened.sources),
-        digest=_NO_DIGEST,
-    )

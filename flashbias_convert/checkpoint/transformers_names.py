@@ -1,9 +1,13 @@
-"""Which key of a file is which weight of a transformers model, told without reading any."""
+"""Which key of a file is which tensor of a transformers model, told without reading any."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+from torch import Tensor
+
+from .kept_terms import sites_of
 
 
 def candidates(keys: Iterable[str], model: Any) -> Iterator[dict[str, str]]:
@@ -25,6 +29,23 @@ def candidates(keys: Iterable[str], model: Any) -> Iterator[dict[str, str]]:
     names = renamed(keys, model)
     if names is not None:
         yield names
+
+
+def by_sites(terms: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:
+    """Terms under the names that `model` has for its sites.
+
+    `save_pretrained` gives those of some models back the names of old checkpoints, such as BEiT's,
+    as it does with their weights, and renames those alone while it loads them.
+
+    Args:
+        terms: the second part of `kept_terms.split_terms`.
+        model: any; only those of transformers have such names.
+    """
+    known = {name for name, _ in model.named_modules()}
+    if known.issuperset(sites_of(terms)) or not hasattr(model, "base_model_prefix"):
+        return dict(terms)
+    names = renamed(terms, model)
+    return dict(terms) if names is None else {name: terms[key] for name, key in names.items()}
 
 
 def renamed(keys: Iterable[str], model: Any) -> dict[str, str] | None:

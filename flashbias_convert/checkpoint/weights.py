@@ -17,7 +17,7 @@ def differing_weights(original: Mapping[str, Tensor], converted: Path) -> list[s
     """Names of the tensors that are not, bit for bit, in both; terms do not count.
 
     Args:
-        original: tensors under the names that the converted file uses, in their stored dtypes.
+        original: tensors under the names of the model, in their stored dtypes.
         converted: a converted file or folder.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors.torch import load, save
 from torch import Tensor
 
-from flashbias_convert.checkpoint.header import PLAN_KEY, TIED_KEY, VERSION_KEY
+from flashbias_convert.checkpoint.header import NAMES_KEY, PLAN_KEY, TIED_KEY, VERSION_KEY
 from flashbias_convert.checkpoint.origin import SOURCE_KEY
 
 from . import damage_json
@@ -108,6 +108,19 @@ def tied(rng: Random, tensors: Tensors, metadata: Metadata) -> bytes:
     return closed(kept, {**metadata, TIED_KEY: text})
 
 
+def names(rng: Random, tensors: Tensors, metadata: Metadata) -> bytes:
+    """What the model is said to call the tensors of the file."""
+    a, b = rng.sample(sorted(tensors), 2)
+    said = rng.choice(
+        [{a: b}, {a: a}, {a: "new"}, {a: ""}, {a: "module." + b}, {"nowhere": a}, {b: "a" * 10_000},
+         {b * 1000: a}, {a: "\x1b[2J"}, {a: "\ud800"}, {a: 3}, {a: [b]}, {a: {a: b}}, [a], [[a, b]],
+         a, None]
+    )  # fmt: skip
+    twice = f"{{{json.dumps(a)}: {json.dumps(a)}, {json.dumps(a)}: {json.dumps(b)}}}"
+    text = rng.choice([json.dumps(said)] * 4 + [twice, "{", "[" * 100_000, '{"a":' * 100_000])
+    return closed(tensors, {**metadata, NAMES_KEY: text})
+
+
 def source(rng: Random, tensors: Tensors, metadata: Metadata) -> bytes:
     """What the file remembers of the names in its source."""
     said = damage_json.damaged(rng, json.loads(metadata[SOURCE_KEY]))
@@ -173,7 +186,7 @@ def term_shapes(rng: Random, tensors: Tensors, metadata: Metadata) -> bytes:
 DAMAGES: dict[str, Callable[[Random, Tensors, Metadata], bytes]] = {
     f.__name__: f
     for f in (
-        plan_values, plan_text, plan_sites, plan_arch, plan_missing, tied, source, layout,
+        plan_values, plan_text, plan_sites, plan_arch, plan_missing, tied, names, source, layout,
         made_from, term_values, term_shapes,
     )
 }  # fmt: skip
