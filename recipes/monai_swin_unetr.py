@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from flashbias_convert.about import About
+from flashbias_convert.compiler_faults import warn_of_padded_strides
 from flashbias_convert.recipe import Recipe
 from flashbias_convert.relative_positions import window_of
 from flashbias_convert.terms import TERM_KINDS, Dense
@@ -25,6 +26,7 @@ class MonaiWindowAttention(TableWindowAttention):
     relative_position_index: Tensor
 
     def flashbias_forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        warn_of_padded_strides("SwinUNETR", x.device)
         n = x.shape[1]
         if n >= math.prod(window_of(self)):
             return super().flashbias_forward(x, mask)

@@ -21,6 +21,7 @@ from .normalize import normalize_rows
 from .packing import parse_spec
 from .precision import without_autocast
 from .registration import empty_output
+from .second_derivative import INSTEAD
 from .training_packing import rounded
 
 
@@ -169,8 +170,5 @@ attention_backward_op = register(
     "attention_backward",
     _backward,
     _backward_without_values,
-    refuse_gradients(
-        "flashbias_convert's attention kernel has no second derivative: "
-        "use backend='eager' where gradients of gradients are needed"
-    ),
+    refuse_gradients(f"flashbias_convert's attention kernel has no second derivative: {INSTEAD}"),
 )

@@ -18,6 +18,7 @@ from ..terms import KeyBias, LowRank, ScoreBias, Term
 from .arguments import AttentionArguments
 from .eager import dense_bias, normalize_rows, visible_keys
 from .factors import balance, effective_factors, split_columns
+from .second_derivative import refuse_second_derivatives
 
 #: Most columns of q and its factors together that torch's fused kernels take.
 MAX_COLUMNS = 256
@@ -214,6 +215,7 @@ def _fused(
         out = F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=is_causal, scale=scale
         )
+    refuse_second_derivatives(out, (query, key, value, mask))
     return out[..., :dv].reshape(*batch, *out.shape[-3:-1], dv)
 
 

@@ -94,6 +94,8 @@ class Case:
             original's; returns the model that computes it, most often the same one, changed.
         modes: those that make sense.
         seed: of the weights.
+        pads_strides: False where torch's compiler must not pad strides, since releases of it get
+            the model wrong if it does (`flashbias_convert.compiler_faults`).
     """
 
     name: str
@@ -107,6 +109,7 @@ class Case:
     alter: Callable[[nn.Module, str], nn.Module]
     modes: tuple[str, ...] = MODES
     seed: int = 0
+    pads_strides: bool = True
 
     def variants(self) -> list[str]:
         """Such as "original" and "original-compiled"."""

@@ -10,6 +10,7 @@ to matter. The original is compared with what this package makes of it, both com
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -26,6 +27,9 @@ def cases(tiny: bool = False) -> dict[str, Case]:
     for room in (rarer, documents, repositories, foreign):
         made |= room.parts(s)
     found = {name: family(name, *rest, tiny=tiny) for name, rest in made.items()}
+    for name in found:
+        if name.partition(",")[0] in foreign.STRIDES_AS_THEY_ARE:
+            found[name] = dataclasses.replace(found[name], pads_strides=False)
     found |= rarer.of_this_package(s)
     return {f"family-{name}": case for name, case in found.items()}
 

@@ -32,6 +32,9 @@ _LIBRARIES = {
     **{name: path.partition(".")[0] for name, path in _TRIANGLES.items()},
 }  # fmt: skip
 
+#: of models that torch's compiler gets wrong where it pads strides, see `Case.pads_strides`
+STRIDES_AS_THEY_ARE = frozenset({"monai_swin_unetr"})
+
 
 def parts(s: Sizes) -> Parts:
     """By the names of their rows; those of libraries that are not there are left out."""

@@ -80,9 +80,11 @@ def measure_row(
         "model": case.name, "variant": variant, "what": WAYS[way], "mode": mode,
         "batch": case.batch, "tokens": case.tokens, "status": "measured",
     }  # fmt: skip
+    if mode != "eager" and not case.pads_strides:
+        row["what"] += ", strides not padded"
     _forget_compiled(options.device)
     try:
-        with time_limit(options.limit_s), complaining():
+        with time_limit(options.limit_s), complaining(), strides(case.pads_strides):
             row |= _measured(case, way, mode, options, truth, wait)
     except OverTheLimit:
         row |= {"status": "failed", "reason": f"over the limit of {options.limit_s:g} s"}
@@ -97,6 +99,13 @@ def measure_row(
             _forget_compiled(options.device)
             release(options.device)
     return row
+
+
+def strides(padded: bool) -> contextlib.AbstractContextManager[Any]:
+    """What is compiled in the block has strides that are padded, where torch does so, or not."""
+    from torch._inductor import config
+
+    return contextlib.nullcontext() if padded else config.patch(comprehensive_padding=False)
 
 
 def _forget_compiled(device: torch.device) -> None:

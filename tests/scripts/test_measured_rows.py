@@ -69,6 +69,25 @@ def test_rows_that_fail_say_why() -> None:
     assert row["status"] == "measured" and float(row["median_ms"]) >= 0
 
 
+def test_strides_are_padded_but_of_models_that_compilers_get_wrong() -> None:
+    from torch._inductor import config
+
+    seen, nothing = [], truth.Truth(None, None, "none")
+
+    class Looks(nn.Module):
+        def forward(self, seconds: float) -> Tensor:
+            seen.append(config.comprehensive_padding)
+            return torch.zeros(1)
+
+    before = config.comprehensive_padding
+    for padded in (True, False):
+        case = dataclasses.replace(slow(0), build=lambda _: Looks(), pads_strides=padded)
+        row = measuring.measure_row(case, "original", OPTIONS, nothing)
+        assert row["status"] == "measured" and set(seen) == {padded and before}
+        seen.clear()
+    assert config.comprehensive_padding == before
+
+
 def test_waiting_for_a_turn_does_not_count_against_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,0 +1,50 @@
+"""Gradients of gradients: of what torch computes in single steps, and refused elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashbias_convert import Dense, LowRank, ScoreBias, flashbias_attention
+
+HEADS, N, SIZE = 2, 9, 16
+
+
+def low_rank() -> ScoreBias:
+    phi_q, phi_k = (torch.randn(HEADS, N, 3, requires_grad=True) for _ in range(2))
+    return ScoreBias((LowRank(phi_q=phi_q, phi_k=phi_k),), HEADS)
+
+
+def first_gradient(bias: ScoreBias | None, backend: str) -> tuple[Tensor, Tensor]:
+    """q, and the gradient of a function of attention with respect to it, as a graph."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, HEADS, N, SIZE, requires_grad=True) for _ in range(3))
+    out = flashbias_attention(q, k, v, bias, backend=backend)
+    (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    return q, first
+
+
+@pytest.mark.parametrize("bias", [None, low_rank()], ids=["no bias", "factors"])
+def test_torch_s_fused_attention_says_what_to_do(bias: ScoreBias | None) -> None:
+    q, first = first_gradient(bias, "sdpa")
+    _, expected = first_gradient(bias, "eager")
+    torch.testing.assert_close(first, expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(RuntimeError, match=r"no second derivative.*backend='eager'"):
+        torch.autograd.grad(first.sum(), q)
+
+
+def test_what_is_no_fused_attention_has_them() -> None:
+    bias = ScoreBias((Dense(bias=torch.randn(HEADS, N, N, requires_grad=True)),), HEADS)
+    found = []
+    for backend in ("sdpa", "eager"):
+        q, first = first_gradient(bias, backend)
+        found.append(torch.autograd.grad(first.square().sum(), q)[0])
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
+    assert found[1].abs().max() > 1e-2
+
+
+def test_nothing_stays_with_leaves() -> None:
+    q, k, v = (torch.randn(1, HEADS, N, SIZE, requires_grad=True) for _ in range(3))
+    flashbias_attention(q, k, v, backend="sdpa").sum().backward()
+    assert not any(x._backward_hooks for x in (q, k, v))
