@@ -6,8 +6,9 @@ The file defines one of two functions. Factors are of shape (B, H, N, R), with R
   are ``(q k^T / sqrt(D)) log2(e) + pq pk^T``;
 - ``flash_bias_func(q, k, v, q_bias, k_bias, mask, causal, softmax_scale)``, as the authors of the
   FlashBias paper publish it: q, k and v (B, N, H, D), factors (B, N, H, R) in natural units. They
-  are given in fp32, which is what its forward pass makes of them, but in the dtype of q where they
-  get gradients: its backward pass compiles with no other.
+  are given in fp32, as which its forward pass multiplies them; where they get gradients in the
+  dtype of q, since its backward pass compiles with no other. A bias for which that is too short is
+  given as two parts of each number (`split`), three columns instead of one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from flashbias_convert.attention.factors import split_columns
 
 #: columns of factors that a tile of tensor cores takes
 TILE = 16
@@ -54,19 +57,24 @@ class GivenKernel:
             raise ValueError(f"{file} defines neither attn nor {PUBLISHED}")
         return cls(file.stem, module)
 
-    def factors(self, phi_q: Tensor, phi_k: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def factors(
+        self, phi_q: Tensor, phi_k: Tensor, dtype: torch.dtype, *, split: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Factors (B, H, N, R) of a bias as the kernel reads them. Differentiable.
 
         Args:
             phi_q, phi_k: the factors.
             dtype: of q, k and v.
+            split: give the published kernel two parts of each number, in this dtype.
         """
+        if split and not hasattr(self.module, "attn"):
+            phi_q, phi_k = split_columns(phi_q, phi_k, phi_q.shape[-1], dtype)
         pair = tuple(F.pad(phi, (0, -phi.shape[-1] % TILE)) for phi in (phi_q, phi_k))
         if hasattr(self.module, "attn"):
             return (pair[0] * math.log2(math.e)).half(), pair[1].half()
-        trained = torch.is_grad_enabled() and any(phi.requires_grad for phi in pair)
+        own = split or (torch.is_grad_enabled() and any(phi.requires_grad for phi in pair))
         # heads of their own: gradients of heads that share memory would be written to one place
-        phi_q, phi_k = (phi.to(dtype if trained else torch.float32) for phi in pair)
+        phi_q, phi_k = (phi.to(dtype if own else torch.float32) for phi in pair)
         return phi_q.transpose(1, 2).contiguous(), phi_k.transpose(1, 2).contiguous()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:

@@ -164,16 +164,21 @@ def join(packed: PackedBias, extra: Sequence[Term]) -> PackedBias:
     return PackedBias(tuple(groups), flat)
 
 
-def for_kernel(bias: ScoreBias, *, half: bool) -> ScoreBias:
+def for_kernel(bias: ScoreBias, *, half: bool, rounded: bool = False) -> ScoreBias:
     """The same bias in the terms that the kernel adds fastest. Reads shapes only.
 
     In fp32 products do not run on tensor cores, and look-ups are the faster way.
+
+    Args:
+        bias: the terms.
+        half: q, k and v are in half precision.
+        rounded: whether axial terms may be rounded to it, see `with_selections`.
     """
     if not (half and any(isinstance(t, Axial) for t in bias.terms)):
         return bias
     taken = max(_head_columns([t for t in bias.terms if _touches(t, h)], h, half)
                 for h in _different_heads(bias))  # fmt: skip
-    return with_selections(bias, COLUMN_BUCKETS[-1] - taken)
+    return with_selections(bias, COLUMN_BUCKETS[-1] - taken, rounded=rounded)
 
 
 def unsupported(bias: ScoreBias, *, half: bool) -> str | None:

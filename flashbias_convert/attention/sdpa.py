@@ -18,7 +18,7 @@ from ..terms import KeyBias, LowRank, ScoreBias, Term
 from .arguments import AttentionArguments
 from .eager import dense_bias, normalize_rows, visible_keys
 from .factors import balance, effective_factors, split_columns
-from .second_derivative import refuse_second_derivatives
+from .second_derivative import differentiates_twice, refuse_second_derivatives
 
 #: Most columns of q and its factors together that torch's fused kernels take.
 MAX_COLUMNS = 256
@@ -220,11 +220,16 @@ def _fused(
 
 
 def _under_transforms(mask: Tensor | None) -> AbstractContextManager[Any]:
-    """Torch's kernel for CUDA refuses a mask that vmap's other entries share: products there."""
-    if mask is None or torch.compiler.is_compiling():
+    """Plain products where torch's fused kernels lack what a transform of torch.func needs.
+
+    That for CUDA refuses a mask that vmap's other entries share, and none has second derivatives,
+    nor forward ones.
+    """
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return nullcontext()
-    transformed = torch._C._are_functorch_transforms_active()
-    return sdpa_kernel(SDPBackend.MATH) if transformed else nullcontext()
+    if mask is None and not differentiates_twice():
+        return nullcontext()
+    return sdpa_kernel(SDPBackend.MATH)
 
 
 def _follow(query: Tensor, mask: Tensor) -> Tensor:

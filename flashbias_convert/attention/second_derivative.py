@@ -17,8 +17,9 @@ _FUSED = "ScaledDotProduct"
 def refuse_second_derivatives(out: Tensor, inputs: Iterable[Tensor | None]) -> None:
     """Let gradients of gradients through torch's fused attention raise RuntimeError, and say why.
 
-    torch raises one, too, but names a function that the caller never heard of. What torch computes
-    in single steps has second derivatives, and is left alone.
+    torch raises one, too, but names a function that the caller never heard of; so it still does
+    under torch.compile, and for autograd around torch.func. What torch computes in single steps has
+    second derivatives, and is left alone.
 
     Args:
         out: of `torch.nn.functional.scaled_dot_product_attention`.
@@ -31,6 +32,14 @@ def refuse_second_derivatives(out: Tensor, inputs: Iterable[Tensor | None]) -> N
     for x in inputs:
         if x is not None and x.requires_grad:
             x.register_hook(_once)
+
+
+def differentiates_twice() -> bool:
+    """Whether transforms of torch.func ask for a derivative of a derivative, or a forward one."""
+    from torch._C._functorch import TransformType, get_interpreter_stack
+
+    kinds = [level.key() for level in get_interpreter_stack() or ()]
+    return TransformType.Jvp in kinds or kinds.count(TransformType.Grad) > 1
 
 
 def _once(gradient: Tensor) -> Tensor | None:

@@ -3,7 +3,7 @@
 rel_h[i, y[j]] + rel_w[i, x[j]] is the product of the row (rel_h[i], rel_w[i]) with two ones in the
 row of key j, which tensor cores add faster than entries are looked up. Entries in half precision
 lose nothing but one rounding to fp16 where the scale is no power of two. Entries in fp32 would lose
-more, so they are looked up.
+more, so they are looked up, but in training, where only factors have fast gradients.
 """
 
 from __future__ import annotations
@@ -30,24 +30,26 @@ class Selection(LowRank):
     """Factors whose phi_k holds `ONE` and zero only, so that they need no balance and no parts."""
 
 
-def with_selections(bias: ScoreBias, most: int) -> ScoreBias:
+def with_selections(bias: ScoreBias, most: int, *, rounded: bool = False) -> ScoreBias:
     """The same bias with those axial terms as factors that have at most `most` columns.
 
     Args:
         bias: the terms.
         most: columns that the kernel can still take beside the factors of all other terms.
+        rounded: whether those whose rows are in fp32, too; they are not rounded here.
     """
     if not any(isinstance(term, Axial) for term in bias.terms):
         return bias
-    return dataclasses.replace(bias, terms=tuple(_selection(t, most) for t in bias.terms))
+    terms = tuple(_selection(t, most, rounded) for t in bias.terms)
+    return dataclasses.replace(bias, terms=terms)
 
 
-def _selection(term: Term, most: int) -> Term:
+def _selection(term: Term, most: int, rounded: bool) -> Term:
     if not isinstance(term, Axial):
         return term
     parts = [term.rel_h, term.rel_w]
     short = all(p.dtype in (torch.float16, torch.bfloat16) for p in parts)
-    if not short or sum(p.shape[-1] for p in parts) > most:
+    if not (short or rounded) or sum(p.shape[-1] for p in parts) > most:
         return term
     lead = torch.broadcast_shapes(*(p.shape[:-1] for p in parts))
     phi_q = torch.cat([p.expand(*lead, p.shape[-1]) for p in parts], -1)

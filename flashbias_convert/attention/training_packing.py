@@ -33,32 +33,6 @@ from .packing import (
 #: gradient goes through.
 TOPS = ("top_q", "top_k")
 
-#: what fp32 rows are clamped to
-FP16_MOST = torch.finfo(torch.float16).max
-
-
-def _for_training(bias: ScoreBias, half: bool) -> ScoreBias:
-    """The bias in the terms that the kernels differentiate fastest. Differentiable.
-
-    In half precision axial terms are factors where those fit. Their columns are in fp16, and fp32
-    rows are rounded to it: eight times finer than bf16, which such calls round a bias to. Rows of
-    wider terms are looked up as they are.
-    """
-    if not (half and any(isinstance(term, Axial) for term in bias.terms)):
-        return bias
-    short = tuple(_with_short_rows(t) if isinstance(t, Axial) else t for t in bias.terms)
-    made = for_kernel(dataclasses.replace(bias, terms=short), half=True).terms
-    terms = [own if isinstance(t, Axial) else t for own, t in zip(bias.terms, made, strict=True)]
-    return dataclasses.replace(bias, terms=tuple(terms))
-
-
-def _with_short_rows(term: Axial) -> Axial:
-    rel_h, rel_w = (
-        rows.clamp(-FP16_MOST, FP16_MOST).half() if rows.dtype == torch.float32 else rows
-        for rows in (term.rel_h, term.rel_w)
-    )
-    return dataclasses.replace(term, rel_h=rel_h, rel_w=rel_w)
-
 
 def training_columns(bias: ScoreBias, *, half: bool) -> int:
     """Padded factor columns of a group that has all terms and heads."""
@@ -77,7 +51,9 @@ def pack_for_training(bias: ScoreBias, *, half: bool) -> PackedBias:
         Tensors by group of heads as in `pack`, but `phi_q` and `phi_k` of a group are not rounded,
         with the columns in front that are to be split; `top_q` and `top_k` are their `column_tops`.
     """
-    bias = _for_training(bias.with_one_dense(), half)
+    # in half precision axial terms are factors where those fit, in fp16: eight times finer than
+    # bf16, which such calls round a bias to
+    bias = for_kernel(bias.with_one_dense(), half=half, rounded=True)
     specs, flat = [], []
     for heads in head_groups(bias, half=half):
         spec, tensors = _pack_group(bias, heads, half)

@@ -107,7 +107,7 @@ def given(file: Path) -> Attend:
         assert weight is not None
         phi_q = distances.phi_q * weight[..., None]
         phi_k = distances.phi_k.expand(*weight.shape[:2], -1, -1)
-        return kernel.attend(q, k, v, kernel.factors(phi_q, phi_k, q.dtype))
+        return kernel.attend(q, k, v, kernel.factors(phi_q, phi_k, q.dtype, split=True))
 
     return attend
 

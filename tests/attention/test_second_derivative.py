@@ -48,3 +48,23 @@ def test_nothing_stays_with_leaves() -> None:
     q, k, v = (torch.randn(1, HEADS, N, SIZE, requires_grad=True) for _ in range(3))
     flashbias_attention(q, k, v, backend="sdpa").sum().backward()
     assert not any(x._backward_hooks for x in (q, k, v))
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_transforms_differentiate_twice(rank: int) -> None:
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(1, HEADS, 3, 4) for _ in range(3))
+    term = LowRank(phi_q=torch.randn(HEADS, 3, rank), phi_k=torch.randn(HEADS, 3, rank))
+    bias = ScoreBias((term,), HEADS) if rank else None
+
+    def loss(q: Tensor, backend: str) -> Tensor:
+        return flashbias_attention(q, k, v, bias, backend=backend).square().sum()
+
+    found, expected = (torch.func.hessian(loss)(q, name) for name in ("sdpa", "eager"))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    assert expected.abs().max() > 1e-2
+    twice = torch.func.grad(lambda q: torch.func.grad(loss)(q, "sdpa").square().sum())(q)
+    torch.testing.assert_close(
+        twice, 2 * torch.einsum("abcdefgh,efgh->abcd", expected, torch.func.grad(loss)(q, "eager")),
+        rtol=1e-3, atol=1e-4,
+    )  # fmt: skip

@@ -69,6 +69,24 @@ def test_factors_that_are_trained_have_the_dtype_that_the_published_backward_tak
         assert kernel.factors(phi_q, phi_k, torch.bfloat16)[0].dtype == torch.float32
 
 
+def test_two_parts_of_short_factors_hold_what_one_does_not(tmp_path: Path) -> None:
+    file = tmp_path / "theirs.py"
+    file.write_text(PUBLISHED)
+    kernel = GivenKernel.of(file)
+    phi_q, phi_k = (10 * torch.randn(1, 2, 9, 5, dtype=torch.float64) for _ in range(2))
+    truth = phi_q @ phi_k.mT
+    errors = []
+    for split in (False, True):
+        with torch.enable_grad():
+            asks = phi_q.clone().requires_grad_()
+            found = kernel.factors(asks, phi_k, torch.bfloat16, split=split)
+        assert all(phi.dtype == torch.bfloat16 and phi.shape[-1] == 16 for phi in found)
+        left, right = (phi.transpose(1, 2).double() for phi in found)
+        errors.append(float((left @ right.mT - truth).norm() / truth.norm()))
+    # each number has 8 bits in one part, 16 in two, but for the product of both low parts
+    assert errors[0] > 2**-10 and errors[1] < 2**-13
+
+
 @pytest.mark.parametrize("name", ["theirs.py", "theirs.txt"])
 def test_what_is_no_kernel_is_refused(tmp_path: Path, name: str) -> None:
     file = tmp_path / name
