@@ -58,3 +58,33 @@ def log_coordinates(sides: Sequence[int], trained: Sequence[int] | None = None) 
     scaled = [8 * axis / span for span, axis in zip(spans, axes, strict=True)]
     grid = torch.stack(torch.meshgrid(*scaled, indexing="ij"), dim=-1)
     return (grid.sign() * torch.log2(1 + grid.abs()) / 3)[None]
+
+
+def offset_rows(table: Tensor, queries: int, keys: int) -> Tensor:
+    """For each query along an axis what belongs to each key, of a table of offsets.
+
+    Args:
+        table: shape (2 keys - 1, D): of key minus query, from 1 - keys to keys - 1.
+        queries, keys: how many; query 0 stands where key 0 does.
+
+    Returns:
+        Shape (queries, keys, D).
+    """
+    places = torch.arange(max(queries, keys), device=table.device)
+    return table[places[:keys] - places[:queries, None] + keys - 1]
+
+
+def tables_of_offsets(
+    embedding: Any, queries: Sequence[int], keys: Sequence[int], scale: float = 1.0
+) -> dict[str, Tensor]:
+    """`rel_h` and `rel_w` of `axial_rows`, from the tables of timm's `PosEmbedRel`.
+
+    Args:
+        embedding: has `height_rel` and `width_rel`, each of shape (2 keys - 1, D).
+        queries, keys: rows and columns of the map of each.
+        scale: what their products with queries are multiplied by.
+    """
+    tables = {"rel_h": embedding.height_rel, "rel_w": embedding.width_rel}
+    sizes = zip(tables.items(), queries, keys, strict=True)
+    found = {name: offset_rows(table, q, k) for (name, table), q, k in sizes}
+    return found if scale == 1.0 else {name: scale * rows for name, rows in found.items()}

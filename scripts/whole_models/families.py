@@ -76,6 +76,12 @@ def _timm(s: Sizes) -> Parts:
             s.few, 1024, of_timm("samvit_base_patch16", **sam), of_size(512),
         ),
         "timm_mvitv2, tiny": (s.many, 3136, of_timm("mvitv2_tiny", **mvit), images(pooled)),
+        "timm_bottleneck, BoTNet 26t 256": (
+            s.many, 256, lambda: lively(of_timm("botnet26t_256")()), images(256),
+        ),
+        "timm_halo, HaloNet 26t 256": (
+            s.many, 64, lambda: lively(of_timm("halonet26t")()), images(256),
+        ),
         "timm_rel_pos, MaxViT tiny 224": (
             s.many, 49, of_timm("maxvit_tiny_tf_224", **_staged(s)), images(pooled),
         ),

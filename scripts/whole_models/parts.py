@@ -15,7 +15,8 @@ from .given import Inputs
 
 #: parts of the names of parameters that biases are made of; they become normal, variance one
 _TABLES = ("relative_position_bias", "relative_attention_bias", "rel_pos", "rel_attn_embed",
-           "rel_2d_pos", "attention_biases", "bias_table", "bias_values")  # fmt: skip
+           "rel_2d_pos", "attention_biases", "bias_table", "bias_values", "height_rel",
+           "width_rel")  # fmt: skip
 _LAYERS = 4
 #: what is measured of each
 FAMILY_WAYS, FAMILY_MODES = (ORIGINAL, OURS, EXACT), ("eager", "compiled")

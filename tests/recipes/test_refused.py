@@ -129,20 +129,6 @@ def cpm_ant() -> nn.Module:
     return model
 
 
-def halo() -> nn.Module:
-    from timm.layers.halo_attn import HaloAttn
-
-    model: nn.Module = HaloAttn(16, num_heads=2, block_size=4, halo_size=1)
-    return model
-
-
-def bottleneck() -> nn.Module:
-    from timm.layers.bottleneck_attn import BottleneckAttn
-
-    model: nn.Module = BottleneckAttn(16, feat_size=(4, 4), num_heads=2)
-    return model
-
-
 def dinat() -> nn.Module:
     """Without NATTEN, which runs it, it can be made all the same."""
     config = transformers.DinatConfig()
@@ -213,8 +199,6 @@ CASES: dict[str, tuple[Any, dict[str, int], str]] = {
         {"unsupported": 2}, "profiles of the distance",
     ),
     "CPM-Ant": (cpm_ant, {"unsupported": 2}, "segments of each batch"),
-    "halo": (halo, {"unsupported": 1}, "halo of keys"),
-    "bottleneck": (bottleneck, {"unsupported": 1}, "channels come first"),
     "DiNAT": (dinat, {"unsupported": 1}, "around it alone"),
     "BEATs, first layer": (lambda: gated(True, True), {"unsupported": 1}, "gates it by the tokens"),
     "WavLM, other layers": (lambda: gated(False, True), {"unsupported": 1}, "gates it"),
