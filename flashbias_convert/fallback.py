@@ -21,13 +21,17 @@ def weights_are_recorded() -> bool:
     """Whether transformers records attention weights now, in this thread.
 
     Newer models do not tell their attention modules that weights are asked for: hooks collect
-    what the modules return. Not asked while torch.compile traces, which cannot look there.
+    what the modules return.
     """
     recording = sys.modules.get("transformers.utils.output_capturing")
-    if recording is None or torch.compiler.is_compiling():
+    if recording is None:
         return False
-    collected = recording._active_collector.get() or {}
-    return any("attentions" in key for key in collected)
+    collector = recording._active_collector
+    if torch.compiler.is_compiling():  # which cannot trace `get`; there it is a plain variable
+        collected = getattr(collector, "global_var", None)
+    else:
+        collected = collector.get()
+    return any("attentions" in key for key in collected or ())
 
 
 def wants_weights(config: Any, call: Mapping[str, Any]) -> bool:
@@ -37,9 +41,19 @@ def wants_weights(config: Any, call: Mapping[str, Any]) -> bool:
 
 
 def say_original(reason: str) -> None:
-    """Warn, once per process and reason, that the original attention runs."""
-    if not torch.compiler.is_compiling():
+    """Warn that the original attention runs: once per process and reason, and when it is traced."""
+    if torch.compiler.is_compiling():
+        _warn_while_tracing(reason)
+    else:
         _warn(reason)
+
+
+def _warn_while_tracing(reason: str) -> None:
+    _warn(reason)
+
+
+# torch.compile runs it while it traces
+_warn_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache

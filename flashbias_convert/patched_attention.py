@@ -95,6 +95,22 @@ class PatchedAttention(Composed):
                 kept[key] = make(source)
         return kept[key]
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As of any module; another window or input size is noticed at once.
+
+        Compiled code looks at nothing but the seal, and a map of as many tokens fits its shapes.
+        """
+        super().__setattr__(name, value)
+        if isinstance(value, int | tuple | list) and not isinstance(value, bool):
+            self._break_at_other_sizes()
+
+    def _break_at_other_sizes(self) -> None:
+        seal = self.__dict__.get("_seal")
+        if seal is None or seal.broken:  # not patched yet, or refused already
+            return
+        if not same_sizes(self.sealed_sources(), seal.state):
+            self._break()
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.runs_original():
             return self.original_forward(*args, **kwargs)

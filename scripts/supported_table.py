@@ -135,12 +135,14 @@ def refused_table(recipes: list[Recipe]) -> str:
 
 
 def tested(recipe: Recipe) -> str:
-    """ "timm 1.0.23 to 1.0": the library and the range of its specifier, the last one included."""
+    """ "timm 1.0.23 to 1.0.x": the library and its range of releases, the last one included."""
     ends = {s.operator: s.version for s in SpecifierSet(recipe.tested)}
     first, after = ends[">="], [int(part) for part in ends["<"].split(".")]
     after[-1] -= 1
     last = ".".join(map(str, after))
-    return f"{recipe.library} {first}" + ("" if first.startswith(last) else f" to {last}")
+    if first == last:
+        return f"{recipe.library} {first}"
+    return f"{recipe.library} {first} to {last}" + (".x" if first.startswith(f"{last}.") else "")
 
 
 def with_tables(text: str, recipes: list[Recipe]) -> str:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flashbias_convert import inspect_model, load_model, patch_model, save_model
+from flashbias_convert import fallback, inspect_model, load_model, patch_model, save_model
+from flashbias_convert.attention.backends import BackendFallbackWarning
 from tests.recipes import model_parity as parity
 from tests.recipes.model_parity import PATHS, Case, randomised
 
@@ -194,6 +195,26 @@ def test_attention_weights_come_from_the_original() -> None:
         return model(pixels(model), output_attentions=True, return_dict=True).attentions
 
     parity.check_attention_weights(CASES["vitdet"], returned)
+
+
+def test_compiled_calls_that_ask_for_weights_get_them(recwarn: pytest.WarningsRecorder) -> None:
+    """Hooks of transformers collect them, which attention modules are not told of."""
+    model = sam(eager=True)
+    fallback._warn.cache_clear()
+    torch.compiler.reset()
+    with torch.no_grad():
+        expected = model(pixels(model), output_attentions=True)
+        CASES["sam eager"].patched(model)
+        compiled = torch.compile(model, backend="eager")
+        first, found, last = (
+            compiled(pixels(model), output_attentions=asks) for asks in (False, True, False)
+        )
+    assert len(found.attentions) == len(expected.attentions) == 2
+    torch.testing.assert_close(found.attentions, expected.attentions, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
+    assert torch.equal(first[0], last[0]) and not first.get("attentions")
+    told = [str(w.message) for w in recwarn if w.category is BackendFallbackWarning]
+    assert sum("asks for attention weights" in message for message in told) == 1
 
 
 def test_without_relative_positions_it_is_left_alone() -> None:

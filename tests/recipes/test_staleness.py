@@ -139,3 +139,21 @@ def test_gradient_checkpointing(name: str) -> None:
     assert found[0].keys() == found[1].keys()
     for parameter, grad in found[0].items():
         torch.testing.assert_close(found[1][parameter], grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256"])
+def test_compiled_models_notice_another_window_of_as_many_tokens(name: str) -> None:
+    """Shapes do not tell, which is all that a graph looks at by itself."""
+    timm = pytest.importorskip("timm")
+    sizes = {"embed_dim": 24, "depths": (1, 1), "num_heads": (2, 2), "num_classes": 5}
+    model = timm.create_model(name, img_size=(48, 48), window_size=(4, 6), **sizes).eval()
+    patch_model(model, method="exact", force_all=True, backend="sdpa")
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager")
+    x = torch.randn(1, 3, 48, 48)
+    with torch.no_grad():
+        compiled(x)
+        model.set_input_size(img_size=(48, 48), window_size=(6, 4))
+        for call in (compiled, model):
+            with pytest.raises(StaleTermsError, match="window or input size"):
+                call(x)
