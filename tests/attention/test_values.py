@@ -191,7 +191,7 @@ def test_what_rows_share_is_not_made_for_each_of_them(kernel: str, device: torch
 def test_points_far_from_the_origin_keep_their_distances(
     shift: float, backend: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Weights show the bias: those of squares that are summed far out would be off by e."""
+    """The weights of keys show the bias; squares that are summed far out lose it in fp32."""
     points = torch.tensor([[0.0], [0.5], [1.0]], device=device)
     q, v = torch.zeros(1, 1, 3, 8, device=device), torch.eye(3, device=device)[None, None]
     bias = spatial_distance(points + shift)

@@ -75,7 +75,7 @@ class Run:
         for site in inspect_model(self.model, method="exact", force_all=True).patched:
             for inner, layer in list(self.model.get_submodule(site.name).named_modules()):
                 # those of an MLP make a bias, and are no projections
-                if type(layer) is nn.Linear and "mlp" not in inner:
+                if isinstance(layer, nn.Linear) and "mlp" not in inner:
                     where = f"{site.name}.{inner}" if site.name else inner
                     made = kind(layer)
                     made.register_forward_hook(lambda *_, at=where: self.calls.append(at))
