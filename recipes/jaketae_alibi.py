@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -39,12 +40,14 @@ class ALiBiMultiHeadAttention(PatchedAttention):
 def describe(site: Site) -> Description:
     """Slopes times (key minus query), also where later keys are seen: their bias is positive."""
     module = site.module
-    slopes, heads, kqv = module.m, module.num_heads, module.kqv
-    assert isinstance(slopes, Tensor) and isinstance(heads, int) and isinstance(kqv, nn.Linear)
+    slopes, heads = module.m, module.num_heads
+    assert isinstance(slopes, Tensor) and isinstance(heads, int)
+    # an adapter or a quantised layer has sizes, too, and is called like any other
+    width = cast("nn.Linear", module.kqv).in_features
     mask = getattr(module, "mask", None)
     n = site.tokens or (512 if mask is None else mask.shape[-1])
     term = Alibi(slopes=slopes.detach().float().flatten())
-    return Description(None, heads, n, n, kqv.in_features // heads, exact_terms=(term,))
+    return Description(None, heads, n, n, width // heads, exact_terms=(term,))
 
 
 recipe = Recipe(

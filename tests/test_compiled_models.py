@@ -154,7 +154,7 @@ def test_lengths_that_change_with_their_terms_are_compiled_once(kind: str) -> No
         return flashbias_attention(q, k, v, bias, backend="sdpa")
 
     compiled: Any = torch.compile(call, backend=counter, fullgraph=True, dynamic=True)
-    for n in (49, 64, 100):
+    for n in (49, 64, 100, 144, 197):
         inputs = (*torch.randn(3, 1, 2, n, 8).unbind(0), terms_of(kind, n))
         torch.testing.assert_close(compiled(*inputs), call(*inputs))
     assert counter.count == 1

@@ -70,8 +70,9 @@ def test_adapters_on_off_and_merged(make: Callable[[], Made], sites: int) -> Non
     assert all(torch.equal(a, b) for a, b in zip(outputs(model, inputs), before, strict=True))
 
 
-def test_a_head_that_is_trained_as_a_whole() -> None:
-    model, inputs = wrapped(swin(), modules_to_save=["head"])
+@pytest.mark.parametrize("part", ["head", "norm1"])
+def test_a_head_or_a_norm_that_is_trained_as_a_whole(part: str) -> None:
+    model, inputs = wrapped(swin(), modules_to_save=[part])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "modules_to_save" in name:
@@ -80,6 +81,9 @@ def test_a_head_that_is_trained_as_a_whole() -> None:
     patched(model, 2)
     for found, right in zip(outputs(model, inputs), before, strict=True):
         torch.testing.assert_close(found, right, **AS_TERMS)
+    # the attention itself is patched, and not what peft has put around its neighbour
+    assert {type(m).__name__ for m in patched_modules(model)} == {"FlashBiasWindowAttention"}
+    assert "ModulesToSaveWrapper" in repr(model) and "FlashBiasWindowAttention" in repr(model)
 
 
 def test_attention_that_is_trained_as_a_whole_has_a_bias_of_its_own() -> None:

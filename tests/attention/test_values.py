@@ -19,7 +19,9 @@ from flashbias_convert import (
     RelativeTable,
 )
 from flashbias_convert.attention import PreparedBias, flashbias_attention
+from flashbias_convert.decompose.closed_forms import spatial_distance
 from flashbias_convert.terms import Term
+from tests.memory import LargestTensor
 from tests.support import assert_parity
 
 from .cases import BIASES, Inputs, check, plain_of, truth_of, views
@@ -165,6 +167,39 @@ def test_key_mask_broadcasts(backend: str, device: torch.device) -> None:
     x = Inputs(device, batch=(2, 3), n=20)
     mask = x.integers(2, 2, 1, x.m).bool()
     check(x, x.bias(x.low_rank(2)), backend, key_mask=mask)
+
+
+def test_rows_share_a_bias_and_heads_a_mask(backend: str, device: torch.device) -> None:
+    """As in triangle attention: the bias has no axis for its 32 rows, the mask none for heads."""
+    x = Inputs(device, batch=(1, 32), heads=4, n=32)
+    mask = x.integers(5, 1, 32, x.m) > 0
+    for term in (x.low_rank(), x.dense()):
+        check(x, x.bias(term), backend, key_mask=mask)
+
+
+def test_what_rows_share_is_not_made_for_each_of_them(kernel: str, device: torch.device) -> None:
+    x = Inputs(device, batch=(1, 32), heads=4, n=32)
+    mask = x.integers(5, 1, 32, x.m) > 0
+    for term in (x.low_rank(), x.dense()):
+        with LargestTensor() as largest:
+            flashbias_attention(x.q, x.k, x.v, x.bias(term), key_mask=mask, backend=kernel)
+        # the output, and nothing as large as a bias of every row
+        assert x.q.numel() == largest.elements < 32 * 4 * 32 * x.m
+
+
+@pytest.mark.parametrize("shift", [0.0, 100.0, 1000.0, 5000.0])
+def test_points_far_from_the_origin_keep_their_distances(
+    shift: float, backend: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """The weights of keys show the bias; squares that are summed far out lose it in fp32."""
+    points = torch.tensor([[0.0], [0.5], [1.0]], device=device)
+    q, v = torch.zeros(1, 1, 3, 8, device=device), torch.eye(3, device=device)[None, None]
+    bias = spatial_distance(points + shift)
+    out = flashbias_attention(q.to(dtype), q.to(dtype), v.to(dtype), bias, backend=backend)
+    right = (-(points.double() - points.double().mT).square()).softmax(-1)
+    # the weight and the sum that it is divided by are rounded
+    allowed = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 0.0}
+    torch.testing.assert_close(out[0, 0].double(), right, **allowed)
 
 
 EMPTY = [{"batch": (0,)}, {"n": 0}, {"batch": (2, 0)}]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -54,6 +56,17 @@ def test_a_folder_needs_no_options(cli: Cli, tmp_path: Path) -> None:
     assert (done.code, done.err) == (0, "")
     assert f"{folder}: timm:swinv2_tiny_window8_256 (from {folder}/config.json)" in done.out
     assert len(read_plan(tmp_path / "m.flashbias").patched) == 3
+
+
+def test_arguments_beside_the_weights_are_read_as_data(cli: Cli, tmp_path: Path) -> None:
+    """torch.load refuses them by default; nothing of them is run here, so no option is needed."""
+    content = {"model": tiny_weights(), "args": argparse.Namespace(lr=1)}
+    torch.save(content, tmp_path / "x.pth")
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(tmp_path / "x.pth")
+    done = cli(tmp_path / "x.pth", *ARCH, "--json")
+    assert (done.code, done.err) == (0, "note: took the weights from 'model'\n")
+    assert done.json()["counts"] == {"patched": 3}
 
 
 def test_json_is_one_object_and_nothing_else(cli: Cli, tmp_path: Path) -> None:

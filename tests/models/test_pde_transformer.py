@@ -120,6 +120,23 @@ def test_a_shift_of_all_points_changes_nothing_but_rounding() -> None:
     assert torch.allclose(model(near, values()), model(far, values()), atol=1e-4)
 
 
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shift", [0.0, 100.0, 1000.0, 5000.0])
+def test_far_points_keep_their_distances(shift: float, dtype: torch.dtype, backend: str) -> None:
+    """Squares that are summed out there lose a distance of 1/4 at 5000 in fp32, at 100 in fp16."""
+    at = torch.tensor([[[0.0], [0.5], [1.0]]], dtype=torch.float64)
+    distances = Distances.of((at + shift).float())
+    squares = (at - at.mT).square()
+    found = distances.bias(torch.ones(1, 1, 3)).dense(3, 3, dtype=torch.float64)
+    assert torch.equal(found[0, 0], -squares[0])
+    q, v = torch.zeros(1, 1, 3, 8, dtype=dtype), torch.eye(3, dtype=dtype)[None, None]
+    out = FusedAttend(backend)(q, q, v, distances, torch.ones(1, 1, 3))
+    # the weight and the sum that it is divided by are rounded
+    allowed = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 0.0}
+    torch.testing.assert_close(out[0].double(), (-squares).softmax(-1), **allowed)
+
+
 def test_autocast_rounds_no_weight_and_no_coordinate() -> None:
     model = make()
     seen: list[tuple[Tensor, ...]] = []

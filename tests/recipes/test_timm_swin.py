@@ -87,6 +87,24 @@ def test_fused_originals_agree() -> None:
     assert_parity(BASIC.output(model, x), plain, truth)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_hooks_of_what_no_longer_runs_are_told(fused: bool) -> None:
+    """On probabilities, that is; where timm fuses its attention they do not run there either."""
+    model, calls = BASIC.model(), []
+    attn = model.layers[0].blocks[1].attn
+    attn.fused_attn = fused
+    for name in ("attn_drop", "softmax", "proj"):
+        getattr(attn, name).register_forward_hook(lambda *_, name=name: calls.append(name))
+    BASIC.output(model, BASIC.inputs())
+    assert sorted(calls) == (["proj"] if fused else ["attn_drop", "proj", "softmax"])
+    calls.clear()
+    warnings = [site.warnings for site in BASIC.patch(model).sites]
+    assert not warnings[0] and not warnings[2]
+    assert "hooks on attn_drop, softmax do not run" in warnings[1][0]
+    BASIC.output(model, BASIC.inputs())
+    assert calls == ["proj"]
+
+
 def test_windows_differ_between_blocks_and_short_ones_are_left_alone() -> None:
     (by_map,) = (case for case in CASES if case.name == "windows as large as the maps")
     model = by_map.model()

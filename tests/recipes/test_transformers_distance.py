@@ -60,7 +60,7 @@ def t5(name: str, **changes: Any) -> Any:
     config_name, model_name = T5_FAMILY[name]
     config = getattr(transformers, config_name)(**T5_SIZES | changes)
     model = getattr(transformers, model_name)(config)
-    return randomised(model, relative_attention_bias=2.0, shared=1.0, lm_head=0.3)
+    return randomised(model, relative_attention_bias=3.0, shared=1.0, lm_head=0.3)
 
 
 def is_causal(name: str) -> bool:
@@ -280,6 +280,23 @@ def test_cross_attention_is_left_alone() -> None:
     ]
     assert all("cross-attention" in site.reason for site in alone)
     assert all(site.builders() == ("distance_table",) for site in plan.patched)
+
+
+def test_layers_without_a_table_of_their_own_get_the_bias_of_the_first() -> None:
+    """Of three layers one has a table; all are converted, and no site keeps a copy of it."""
+    model = t5("t5", num_layers=3)
+    attentions = [block.layer[0].SelfAttention for block in model.encoder.block]
+    assert [a.has_relative_attention_bias for a in attentions] == [True, False, False]
+    call = {"input_ids": tokens(), "decoder_input_ids": tokens(n=11, seed=2)}
+    with torch.no_grad():
+        plain, truth = (m(**call).logits for m in (model, copy.deepcopy(model).double()))
+        plan = patch_model(model, backend="sdpa", force_all=True)
+        assert plan.counts() == {"patched": 6, "left alone": 3}
+        assert_parity(model(**call).logits, plain, truth)
+    tables = [key for key in model.state_dict() if "relative_attention_bias" in key]
+    assert len(tables) == 2  # of the encoder and of the decoder
+    kept = [x for key, x in model.state_dict().items() if ".score_bias." in key]
+    assert kept and not any(x.is_floating_point() and x.numel() for x in kept)
 
 
 def test_a_viewer_is_told_why_there_is_nothing_to_draw() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flashbias_convert.terms import Alibi
@@ -24,6 +24,7 @@ def test_the_symmetric_form_is_that_of_flash_attention(n: int, m: int) -> None:
 
 
 @given(st.integers(1, 7), st.integers(0, 5))
+@example(128, 0)
 def test_the_plain_form_equals_it_where_a_causal_mask_lets_see(n: int, past: int) -> None:
     m = n + past
     plain, symmetric = (Alibi(slopes=SLOPES, symmetric=s).dense(n, m) for s in (False, True))

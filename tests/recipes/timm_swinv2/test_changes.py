@@ -85,11 +85,14 @@ def test_terms_of_another_bias_are_refused(change: Callable[[Any], None]) -> Non
 
 
 def test_a_new_window_works_after_patching_again() -> None:
+    """Terms of 64 tokens, and windows of 100."""
     model = make()
     patch(model)
-    model.set_input_size(img_size=(48, 48), window_size=6)
+    model.set_input_size(img_size=(40, 40), window_size=(10, 10))
+    with pytest.raises(StaleTermsError, match="WindowAttention have changed"):
+        run(model, image(40, 40))
     unpatch_model(model)
-    check_model(model, image(48, 48))
+    assert {site.n for site in check_model(model, image(40, 40)).sites} == {100}
 
 
 @pytest.mark.parametrize("size", [(64, 32), (48, 48), (16, 64)])
