@@ -11,7 +11,17 @@ import flashbias_convert
 
 PACKAGE = Path(flashbias_convert.__file__).parent
 LAYERS = [
-    {"errors", "about", "kept", "seals", "assignment", "cost_tables", "tracing", "hooks"},
+    {
+        "errors",
+        "about",
+        "kept",
+        "seals",
+        "assignment",
+        "cost_tables",
+        "tracing",
+        "hooks",
+        "compiler_faults",
+    },
     {"relative_positions", "split_layers"},
     {"options"},
     {"terms"},

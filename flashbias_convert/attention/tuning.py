@@ -256,7 +256,7 @@ def _wide_axial(kernel: str, width: int, columns: int) -> LaunchSettings:
     if width > 128 or columns > 64:
         return LaunchSettings(32, 32, 8, 1)
     if kernel == "queries":
-        return LaunchSettings(64, 64 if width <= 64 else 32, 8, 3)
+        return LaunchSettings(64, 64 if width <= 64 and columns <= 32 else 32, 8, 3)
     return LaunchSettings(64 if width <= 64 and columns <= 16 else 32, 64, 8, 3)
 
 
