@@ -112,6 +112,7 @@ def draw(rows: list[dict[str, str]], picture: Path) -> None:
         axes.bar_label(bars, [row["ms"] for row in own], padding=3, fontsize=7)
     axes.set_yticks(range(len(SHAPES)), list(SHAPES), fontsize=8)
     axes.invert_yaxis()
+    axes.margins(x=0.12)
     axes.set_xlabel(f"ms of a call, {rows[0]['images']} images, {rows[0]['card']}, bf16")
     axes.legend(fontsize=8)
     figure.savefig(picture, dpi=120)

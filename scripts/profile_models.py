@@ -181,7 +181,8 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
         ax.margins(x=0.1)
         ax.set_title(model, fontsize=9)
         ax.set_xlabel("ms of kernels per call", fontsize=8)
-        ax.legend(fontsize=7)
+    # one for all, beside the bars
+    figure.legend(*ax.get_legend_handles_labels(), fontsize=7, loc="outside lower center", ncols=5)
     figure.suptitle(f"{rows[0]['device']}, {rows[0]['dtype']}", fontsize=10)
     figure.savefig(path, dpi=110)
 
