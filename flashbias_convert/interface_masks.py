@@ -13,7 +13,7 @@ Four forms go from the mask function through a model to the attention function:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, Literal
 
@@ -62,21 +62,20 @@ def attention_mask(
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as ORIGINALS
 
     form = "boolean" if config is None else form_for(type(config))
-    wide = local_size is None or kv_length < local_size
-    padding = _fit(attention_mask, kv_length, kv_offset)
-    if form != "added" and wide and not torch.compiler.is_exporting():
+    # a window among fewer keys hides none; a chunk, too, if it begins where the keys do
+    full = local_size is None or (kv_length < local_size and kv_offset == 0)
+    if form != "added" and full and isinstance(kv_offset, int) and not _is_exporting():
+        padding = _fit(attention_mask, kv_length, kv_offset)
         if allow_is_bidirectional_skip:
             return None if _hides_nothing(padding) else _as_rows(padding)
         ends_there = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
         if allow_is_causal_skip and ends_there:
-            if (q_length in (1, kv_length)) and _hides_nothing(padding):
+            if q_length in (1, kv_length) and _hides_nothing(padding):
                 return None
             if q_length == 1:
                 return _as_rows(padding)
             if form == "padding":
-                device = kwargs.get("device")
-                seen = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
-                return seen if padding is None else padding
+                return _everything(batch_size, kv_length, kwargs) if padding is None else padding
     options = {} if mask_function is None else {"mask_function": mask_function}
     made: Tensor | None = ORIGINALS["eager" if form == "added" else "sdpa"](
         batch_size=batch_size,
@@ -93,6 +92,16 @@ def attention_mask(
         **kwargs,
     )
     return made
+
+
+def _is_exporting() -> bool:
+    """A graph for other sizes must not be told that this one has none of something."""
+    return torch.compiler.is_exporting()
+
+
+def _everything(batch_size: int, kv_length: int, options: Mapping[str, Any]) -> Tensor:
+    shape, device = (batch_size, kv_length), options.get("device")
+    return torch.ones(shape, dtype=torch.bool, device=device)
 
 
 def _fit(padding: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:

@@ -45,6 +45,11 @@ _MAKE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", _GROUPED),
     "mistral": ("MistralForCausalLM", "MistralConfig", _GROUPED | {"sliding_window": 6}),
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", _GROUPED | {"sliding_window": 6}),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        _GROUPED | {"sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 2},
+    ),
     "bloom": (
         "BloomForCausalLM",
         "BloomConfig",
