@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
@@ -167,7 +168,7 @@ def masks_of(name: str, mask: Tensor | None, make_mask: Any = create_causal_mask
     model = make(name, NAME)
     states = torch.zeros(3, 20, 32)
     given = {} if make_mask is create_bidirectional_mask else {"past_key_values": None}
-    if given and "cache" in create_causal_mask.__wrapped__.__code__.co_varnames:
+    if given and "cache" in inspect.signature(make_mask).parameters:  # another name for it
         given = {"cache": None}
     return make_mask(model.config, inputs_embeds=states, attention_mask=mask, **given)
 
