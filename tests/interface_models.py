@@ -36,13 +36,21 @@ _MAKE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "SwitchTransformersConfig",
         _T5 | {"num_experts": 1},
     ),
+    # its encoder's attention is its own, and adds the mask that it gets
+    "bigbird_pegasus": (
+        "BigBirdPegasusForConditionalGeneration",
+        "BigBirdPegasusConfig",
+        {"vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
+         "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 32,
+         "decoder_ffn_dim": 32, "attention_type": "original_full", "pad_token_id": 0},
+    ),
     "bert": ("BertModel", "BertConfig", _TEXT),
     "layoutlmv3": (
         "LayoutLMv3Model",
         "LayoutLMv3Config",
         _TEXT | {"visual_embed": False, "coordinate_size": 6, "shape_size": 4},
     ),
-    "llama": ("LlamaForCausalLM", "LlamaConfig", _GROUPED),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", _GROUPED | {"attention_dropout": 0.1}),
     "mistral": ("MistralForCausalLM", "MistralConfig", _GROUPED | {"sliding_window": 6}),
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", _GROUPED | {"sliding_window": 6}),
     "gpt_oss": (
@@ -105,7 +113,7 @@ def _encoded(model: Any, side: str | None) -> Tensor:
     if hasattr(model.config, "max_2d_position_embeddings"):
         corner = torch.arange(N)[:, None].expand(3, N, 2) * 7 % 50
         given["bbox"] = torch.cat([corner, corner + 9], -1)
-    if hasattr(model, "encoder") and hasattr(model, "lm_head"):
+    if model.config.is_encoder_decoder:
         out: Tensor = model(**given, decoder_input_ids=tokens(9, seed=2)).logits
         return out
     out = model(**given)
@@ -129,6 +137,16 @@ class Run:
 #: the calls that are compared, by their names
 RUNS: dict[str, Run] = {
     f"{name}-{side}": Run(name, lambda model, side=side: _encoded(model, side))
-    for name in ("t5", "umt5", "switch", "bert", "layoutlmv3", "llama", "mistral", "bloom")
+    for name in (
+        "t5",
+        "umt5",
+        "switch",
+        "bigbird_pegasus",
+        "bert",
+        "layoutlmv3",
+        "llama",
+        "mistral",
+        "bloom",
+    )
     for side in (None, "left", "right")
 } | {name: Run(name, _seen) for name in ("beit", "swin")}

@@ -140,6 +140,17 @@ def test_a_module_without_eager_attention(given: dict[str, Any]) -> None:
         run(Module(), *qkv(), None, **given)
 
 
+def test_weights_that_are_recorded_by_hooks() -> None:
+    from transformers.utils.output_capturing import _active_collector
+
+    token = _active_collector.set({"attentions": []})
+    try:
+        with pytest.raises(UnsupportedTermError, match="asks for attention weights"):
+            run(Module(), *qkv())
+    finally:
+        _active_collector.reset(token)
+
+
 @pytest.mark.parametrize("word", RESERVED)
 def test_reserved_names(word: str) -> None:
     with pytest.raises(UsageError, match="cannot be a name"):
