@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .attention import PreparedBias, flashbias_attention
+    from .attention_interface import register_attention
     from .benchmark import BenchmarkReport, benchmark_model
     from .calibration import CalibrationError, calibrate_model
     from .checkpoint import load_model, save_model
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "attention": ("PreparedBias", "flashbias_attention"),
+    "attention_interface": ("register_attention",),
     "benchmark": ("BenchmarkReport", "benchmark_model"),
     "calibration": ("CalibrationError", "calibrate_model"),
     "checkpoint": ("load_model", "save_model"),
@@ -159,6 +161,7 @@ __all__ = [
     "patch_model",
     "patched",
     "probe_model",
+    "register_attention",
     "save_model",
     "unpatch_model",
     "verify_files",

@@ -2,11 +2,12 @@
 
 Those are mT5, Pop2Piano and the decoder of LongT5.
 
-transformers lets attention functions be registered that take a `position_bias`. Replacing the
-module's class is the sturdier way. At that interface the bias is a dense (1, H, N, M) tensor
-already; the function is chosen by a string in the config, for cross-attention and other models of
-the process as well, and is lost when the config is set or saved; and without a mask function under
-the same name the padding mask silently becomes None.
+transformers lets attention functions be registered that take a `position_bias`; ours, for models
+without a recipe, is `register_attention`. Replacing the module's class is the sturdier way. At that
+interface the bias is a dense (1, H, N, M) tensor already; the function is chosen by a string in the
+config, for cross-attention and other models of the process as well, and is lost when the config is
+set or saved; and without a mask function under the same name the padding mask silently becomes
+None.
 """
 
 from __future__ import annotations

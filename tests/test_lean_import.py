@@ -38,6 +38,12 @@ def test_patching_a_model_needs_no_model_library() -> None:
     assert loaded_after(code, libraries) == loaded_by_torch
 
 
+def test_registering_is_what_loads_transformers() -> None:
+    code = "from flashbias_convert import register_attention"
+    assert "transformers" not in loaded_after(code, ("transformers",))
+    assert loaded_after(f"{code}; register_attention()", ("transformers",)) == {"transformers"}
+
+
 def test_the_probe_itself_notices_an_import() -> None:
     assert loaded_after("import numpy", HEAVY) == {"numpy"}
 
