@@ -102,8 +102,13 @@ def read_metadata(path: str | Path) -> dict[str, str]:
     Raises:
         CheckpointError: missing or damaged.
     """
+    return metadata_of(find_weight_files(Path(path)).files)
+
+
+def metadata_of(files: Iterable[Path]) -> dict[str, str]:
+    """As `read_metadata`, of the files of one checkpoint."""
     first: dict[str, str] = {}
-    for at, weights in enumerate(find_weight_files(Path(path)).files):
+    for at, weights in enumerate(files):
         if _format(weights) != "safetensors":
             return {}
         try:
