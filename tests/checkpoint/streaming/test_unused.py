@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from flashbias_convert.verification import verify_files
 
 from ..sharded import contents, write_bloom, write_shards
 from .other_names import Made
-from .shards import TERMS, hidden
+from .shards import TERMS, hidden, partial
 from .test_interruptions import Stop
 from .test_names_in_files import outputs, same_bits, shards
 from .with_unused import OLD, old_swin_of_transformers
@@ -95,6 +97,18 @@ def test_an_interruption_changes_nothing(made: Made, tmp_path: Path, copies: lis
     convert_checkpoint(source, tmp_path / "out", **options)
     assert copies and not any("00001-of" in name for name in copies)
     assert contents(tmp_path / "out") == contents(tmp_path / "at once")
+
+
+def test_killed_half_way(tmp_path: Path) -> None:
+    source, _, _ = old_swin_of_transformers(tmp_path / "m")
+    size = sum(tensor.nbytes for tensor in all_of(source).values())
+    command = [sys.executable, "-W", "ignore", "-m", "tests.checkpoint.sharded"]
+    done = subprocess.run([*command, str(source), str(tmp_path / "out"), str(size // 2)])
+    assert done.returncode == -9 and not (tmp_path / "out").exists()
+    assert partial(tmp_path / "out").is_dir()
+    convert_checkpoint(source, tmp_path / "out")
+    convert_checkpoint(source, tmp_path / "at once")
+    assert contents(tmp_path / "out") == contents(tmp_path / "at once") and hidden(tmp_path) == []
 
 
 def test_its_shards_are_linked(made: Made, tmp_path: Path, copies: list[str]) -> None:
