@@ -21,9 +21,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .checkpoint.attach import attach_terms
 from .checkpoint.config_entry import config_entry
+from .checkpoint.file_names import names_of
 from .checkpoint.kept_terms import split_terms
-from .checkpoint.read import read_file_tensors
-from .checkpoint.transformers_names import by_sites
+from .checkpoint.read import metadata_of, read_file_tensors
+from .checkpoint.transformers_names import by_sites, require_known
+from .checkpoint.unused_tensors import split_unused
 from .patching import patch_model
 from .plan import Plan
 
@@ -64,6 +66,9 @@ class FlashBiasQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         self._files = [Path(file) for file in kwargs.get("checkpoint_files") or ()]
+        self._metadata = metadata_of(self._files)
+        if names_of(self._metadata):
+            require_known(names_of(self._metadata), self._tensors(), model, self._files[0].parent)
         # they are loaded below, in their own dtypes; transformers need not report them
         ignored = model._keys_to_ignore_on_load_unexpected or ()
         model._keys_to_ignore_on_load_unexpected = {*ignored, r"(^|\.)score_bias\."}
@@ -85,10 +90,13 @@ class FlashBiasQuantizer(HfQuantizer):
         model.config.flashbias = config_entry(plan)
 
     def _terms(self) -> dict[str, Tensor]:
+        return split_terms(self._tensors())[1]
+
+    def _tensors(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         for file in self._files:  # the terms of one site can lie in several shards
             tensors |= read_file_tensors(file)
-        return split_terms(tensors)[1]
+        return split_unused(tensors, self._metadata)[0]
 
     def is_serializable(self) -> bool:
         """`save_pretrained` works."""

@@ -49,7 +49,7 @@ class Conversion:
         output: the file or folder that was written; None for a dry run.
         plan_file: the sidecar; None for a dry run.
         notes: what the user should know about how the input was read, and which tensors of it are
-            no weights of the model and therefore not in the output.
+            no weights of the model, and so not in the output, or copied and not used.
         held: why all shards were in memory at once, and what that takes; None if they were not, or
             the input was no shards.
         model: the patched model (the original one after a dry run). Of shards that were converted

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .mapped import MappedModel, lost_names
+from .mapped import MappedModel
 from .origin import Origin
 from .pieces import Piece, in_file_order
 
@@ -33,22 +33,27 @@ def names_of(opened: MappedModel) -> dict[str, str]:
     return {name: opened.checkpoint.names[key] for name, key in opened.sources.items()}
 
 
-def require_apart(names: Mapping[str, str], terms: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError if the index could not tell a weight from a term."""
-    both = names.keys() & terms.keys()
+def unused_of(opened: MappedModel) -> list[str]:
+    """Names in the files of what is copied, though the model has no name for it."""
+    return [opened.checkpoint.names[key] for key in opened.unused]
+
+
+def require_apart(names: Iterable[str], terms: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError if the index could not tell a tensor in the files from a term."""
+    both = terms.keys() & set(names)
     if both:
         raise CheckpointError(
-            f"a weight in the files has the name of a term: {min(both)!r}", "give it another name"
+            f"a tensor in the files has the name of a term: {min(both)!r}", "give it another name"
         )
 
 
 def shards_of(opened: MappedModel) -> list[Shard]:
-    """The files that hold weights of the model, in order of their names."""
+    """The files that hold tensors, in order of their names, and all that they hold."""
     checkpoint = opened.checkpoint
     assert checkpoint.weight_map is not None
     pieces: dict[Path, list[Piece]] = {file: [] for file in checkpoint.files}
-    for name, in_file in names_of(opened).items():
-        tensor = checkpoint.tensors[opened.sources[name]]
+    for key in (*opened.sources.values(), *opened.unused):
+        tensor, in_file = checkpoint.tensors[key], checkpoint.names[key]
         piece = Piece(in_file, tensor.dtype, tuple(tensor.shape))
         pieces[checkpoint.weight_map[in_file]].append(piece)
     used = sorted((file for file in checkpoint.files if pieces[file]), key=lambda file: file.name)
@@ -61,7 +66,7 @@ def shards_of(opened: MappedModel) -> list[Shard]:
 def origin_of(opened: MappedModel) -> Origin:
     """As `Origin.of`, without the digest."""
     checkpoint = opened.checkpoint
-    stored = set(names_of(opened).values())
+    stored = {*names_of(opened).values(), *unused_of(opened)}
     safetensors = checkpoint.files[0].suffix == ".safetensors"
     return Origin(
         files=tuple(file.name for file in checkpoint.files),
@@ -69,5 +74,4 @@ def origin_of(opened: MappedModel) -> Origin:
         if safetensors and checkpoint.metadata
         else None,
         omitted=tuple(alias for alias in opened.tied if alias not in stored),
-        lost=lost_names(checkpoint, opened.sources),
     )

@@ -38,24 +38,30 @@ def by_model_names(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -
     Raises:
         CheckpointError: names that are damaged, of tensors that are not there, or not unique.
     """
-    names = _names_of(metadata) if PLAN_KEY in metadata else {}
+    names = names_of(metadata)
     absent = next((in_file for in_file in names if in_file not in tensors), None)
     if absent is not None:
         raise CheckpointError(
-            f"the header names a tensor {_quoted(absent)}, which is not there",
+            f"the header names a tensor {quoted(absent)}, which is not there",
             "is this one file of several? give their folder",
         )
     found: dict[str, Tensor] = {}
     for in_file, tensor in tensors.items():
         name = names.get(in_file, in_file)
         if name in found:
-            raise CheckpointError(f"by its header two tensors are called {_quoted(name)}")
+            raise CheckpointError(f"by its header two tensors are called {quoted(name)}")
         found[name] = tensor
     return found
 
 
-def _names_of(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Name in the file -> name in the model, where they differ."""
+def names_of(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Name in the file -> name in the model, where they differ; none without a plan.
+
+    Raises:
+        CheckpointError: names that are damaged.
+    """
+    if PLAN_KEY not in metadata:
+        return {}
     try:
         # an object is a tuple of pairs here, so that none hides another of the same name
         pairs = json.loads(metadata.get(NAMES_KEY, "{}"), object_pairs_hook=tuple)
@@ -63,7 +69,7 @@ def _names_of(metadata: Mapping[str, str]) -> dict[str, str]:
             raise ValueError("they are no object")
         for pair in pairs:
             if not isinstance(pair[1], str):
-                raise ValueError(f"that of {_quoted(pair[0])} is no text")
+                raise ValueError(f"that of {quoted(pair[0])} is no text")
         names = dict(pairs)
         if len(names) < len(pairs):
             raise ValueError("a tensor is named twice")
@@ -72,6 +78,6 @@ def _names_of(metadata: Mapping[str, str]) -> dict[str, str]:
     return names
 
 
-def _quoted(name: str) -> str:
+def quoted(name: str) -> str:
     """For messages: of any length and with any characters in the file."""
     return repr(name if len(name) <= _LONGEST else f"{name[:_LONGEST]}...")

@@ -16,6 +16,8 @@ PLAN_KEY = "flashbias_convert.plan"
 LINKED_KEY = "flashbias_convert.linked"
 #: name of a tensor in the file -> its name in the model, where they differ
 NAMES_KEY = "flashbias_convert.names"
+#: names in the files of tensors that are neither weights of the model nor terms
+UNUSED_KEY = "flashbias_convert.unused"
 TIED_KEY = "flashbias_convert.tied"
 VERSION_KEY = "flashbias_convert.version"
 

@@ -21,7 +21,7 @@ from .architecture import Architecture, ArchLike
 from .identify import identify
 from .limits import build_from_file, check_size
 from .open import compute_dtype
-from .origin import note_of_lost
+from .origin import note_of_unused
 from .pickles import is_mappable
 from .pieces import can_be_copied
 from .read import Checkpoint
@@ -47,6 +47,7 @@ class MappedModel:
         checkpoint: what was read; its notes name tensors that the model has no name for.
         sources: key of the model -> key in the checkpoint, for what the files hold.
         tied: key of the model -> the key of `sources` that it is tied to.
+        unused: keys in the checkpoint that the model has no name for.
         recipes: of its sites; while one describes a site, what that bias is made from has the
             dtype to compute in. Modules bring them along, for those who look at the model later.
         computes: the dtype to compute in.
@@ -57,6 +58,7 @@ class MappedModel:
     checkpoint: Checkpoint
     sources: dict[str, str]
     tied: dict[str, str]
+    unused: tuple[str, ...]
     recipes: tuple[Recipe, ...]
     computes: torch.dtype
 
@@ -100,9 +102,12 @@ def open_mapped(
     registry = Registry(tuple(recipes))
     wide = _bring_recipes(model, registry, computes)
     sources, tied = _split_tied(checkpoint, found)
-    notes = note_of_lost(lost_names(checkpoint, sources))
+    unused = _unused_keys(checkpoint, sources)
+    notes = note_of_unused([checkpoint.names[key] for key in unused])
     checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *notes))
-    return MappedModel(model.eval(), architecture, checkpoint, sources, tied, wide, computes)
+    return MappedModel(
+        model.eval(), architecture, checkpoint, sources, tied, unused, wide, computes
+    )
 
 
 def sparing(checkpoint: Checkpoint) -> AbstractContextManager[None]:
@@ -203,25 +208,30 @@ def _split_tied(
     checkpoint: Checkpoint, found: Mapping[str, Tensor]
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Keys of the model -> keys of the files; and -> other keys of the model, where tied."""
-    key_of = {id(tensor): key for key, tensor in checkpoint.tensors.items()}
+    keys_of: dict[int, list[str]] = {}
+    for key, tensor in checkpoint.tensors.items():  # a pickle can hold one under several names
+        keys_of.setdefault(id(tensor), []).append(key)
     sources: dict[str, str] = {}
     tied: dict[str, str] = {}
     first: dict[int, str] = {}
-    for name, tensor in found.items():
-        if id(tensor) not in key_of:
+    for name, tensor in sorted(found.items(), key=lambda item: item[0] not in checkpoint.tensors):
+        if id(tensor) not in keys_of:
             raise NotMappable(f"{name} is not a tensor of its files")
-        holder = first.setdefault(id(tensor), name)
-        if holder == name:
-            sources[name] = key_of[id(tensor)]
+        left = keys_of[id(tensor)]
+        if left:
+            key = name if name in left else left[0]
+            left.remove(key)
+            sources[name] = key
+            first.setdefault(id(tensor), name)
         else:
-            tied[name] = holder
-    return sources, tied
+            tied[name] = first[id(tensor)]
+    return {name: sources[name] for name in found if name in sources}, tied
 
 
-def lost_names(checkpoint: Checkpoint, sources: Mapping[str, str]) -> tuple[str, ...]:
-    """Names in the files of tensors that the model has no name for, see `Origin.lost`."""
+def _unused_keys(checkpoint: Checkpoint, sources: Mapping[str, str]) -> tuple[str, ...]:
+    """Keys of the files that the model has no name for."""
     kept = set(sources.values())
-    return tuple(name for key, name in checkpoint.names.items() if key not in kept)
+    return tuple(key for key in checkpoint.tensors if key not in kept)
 
 
 # -- weights -------------------------------------------------------------------------------

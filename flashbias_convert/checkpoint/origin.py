@@ -117,12 +117,21 @@ def _texts(values: Any, of: type[Any] = str) -> Iterable[Any]:
 
 def note_of_lost(lost: Sequence[str]) -> tuple[str, ...]:
     """What a user should know about `Origin.lost`: one sentence, or nothing if there are none."""
-    if not lost:
+    return _note_of(lost, "left out of the output")
+
+
+def note_of_unused(unused: Sequence[str]) -> tuple[str, ...]:
+    """As `note_of_lost`, of what `unused_tensors` keeps."""
+    return _note_of(unused, "copied, but not used")
+
+
+def _note_of(names: Sequence[str], fate: str) -> tuple[str, ...]:
+    if not names:
         return ()
-    rest = len(lost) - _LISTED
-    names = ", ".join(lost[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
-    what = "tensor is no weight" if len(lost) == 1 else "tensors are no weights"
-    return (f"{len(lost)} {what} of the model and left out of the output: {names}",)
+    rest = len(names) - _LISTED
+    listed = ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+    what = "tensor is no weight" if len(names) == 1 else "tensors are no weights"
+    return (f"{len(names)} {what} of the model and {fate}: {listed}",)
 
 
 class _Finder:

@@ -17,6 +17,7 @@ from .header import linked_of, own_entries
 from .mdlus import is_mdlus, read_mdlus
 from .pangu_onnx import read_pangu_onnx
 from .pickles import damaged, read_pickle
+from .unused_tensors import split_unused
 from .unwrap import strip_lightning, strip_prefixes, unwrap
 
 #: how the text starts that a clone without Git LFS has instead of a large file
@@ -40,6 +41,7 @@ class Checkpoint:
         names: key -> name of the tensor in its file, which may have a prefix, or be what the
             source of a conversion called it.
         weight_map: name of a tensor -> its file, where an index says it; None for one file.
+        unused: what converted files hold beside weights and terms, by the names in them.
     """
 
     path: Path
@@ -52,6 +54,7 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     names: dict[str, str] = field(default_factory=dict)
     weight_map: dict[str, Path] | None = None
+    unused: dict[str, Tensor] = field(default_factory=dict)
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
@@ -67,6 +70,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     path = Path(path)
     found = find_weight_files(path)
     tensors, metadata, extras, notes = _read_all(found)
+    tensors, unused = split_unused(tensors, metadata)
     in_file = list(tensors)
     tensors = by_model_names(tensors, metadata)
     tensors = strip_prefixes(strip_lightning(strip_prefixes(tensors), extras))
@@ -86,6 +90,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         notes=tuple(notes),
         names=dict(zip(tensors, in_file, strict=True)),  # renaming keeps the order
         weight_map=found.weight_map,
+        unused=unused,
     )
 
 
@@ -97,8 +102,13 @@ def read_metadata(path: str | Path) -> dict[str, str]:
     Raises:
         CheckpointError: missing or damaged.
     """
+    return metadata_of(find_weight_files(Path(path)).files)
+
+
+def metadata_of(files: Iterable[Path]) -> dict[str, str]:
+    """As `read_metadata`, of the files of one checkpoint."""
     first: dict[str, str] = {}
-    for at, weights in enumerate(find_weight_files(Path(path)).files):
+    for at, weights in enumerate(files):
         if _format(weights) != "safetensors":
             return {}
         try:

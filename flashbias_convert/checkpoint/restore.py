@@ -80,6 +80,7 @@ def _original(checkpoint: Checkpoint, path: Path) -> _Original:
     terms = {key for site in plan.patched for key in term_keys(site)}
     stored = {key: t for key, t in checkpoint.tensors.items() if key not in terms}
     in_files = {checkpoint.names[key]: tensor for key, tensor in stored.items()}
+    in_files |= checkpoint.unused
     remembered = checkpoint.metadata.get(SOURCE_KEY)
     if remembered is None:
         metadata = other_entries(checkpoint.metadata)

@@ -26,7 +26,7 @@ from ..errors import CheckpointError, VerificationError
 from ..plan import Plan
 from .card import card_in
 from .config_entry import mark_config
-from .copied_shards import Shard, names_of, origin_of, require_apart, shards_of
+from .copied_shards import Shard, names_of, origin_of, require_apart, shards_of, unused_of
 from .file_names import names_entry
 from .header import LINKED_KEY, other_entries, own_entries
 from .made_from import without_narrowed
@@ -51,6 +51,7 @@ from .publication import remove
 from .shards import Split
 from .shelf import Shelf
 from .staging import Staging
+from .unused_tensors import unused_entry
 from .write import Check, copy_small_files, failed, file_header, prepare, small_files, write_card
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,8 @@ class _Work:
     """What is written: shards, terms and their headers.
 
     Attributes:
-        tied, names: see `header.TIED_KEY` and `header.NAMES_KEY`; `names` has all that is copied.
+        tied, names, unused: see `header.TIED_KEY`, `NAMES_KEY` and `UNUSED_KEY`; `names` has all
+            weights that are copied.
         linked: names of the shards that are links by now.
     """
 
@@ -137,6 +139,7 @@ class _Work:
     terms: dict[str, Tensor]
     tied: dict[str, str]
     names: dict[str, str]
+    unused: list[str]
     origin: Origin
     link: bool = False
     linked: set[str] = field(default_factory=set)
@@ -150,9 +153,10 @@ class _Work:
         terms, tied_terms = prepare({k: t for k, t in state.items() if k not in known})
         tied = {**opened.tied, **tied_terms}
         names = {in_file: name for name, in_file in names_of(opened).items()}
-        require_apart(names, terms)
-        origin = origin_of(opened)
-        return cls(opened, target, plan, shards_of(opened), terms, tied, names, origin, link)
+        unused = unused_of(opened)
+        require_apart((*names, *unused), terms)
+        shards, origin = shards_of(opened), origin_of(opened)
+        return cls(opened, target, plan, shards, terms, tied, names, unused, origin, link)
 
     @property
     def source(self) -> Path | None:
@@ -163,7 +167,7 @@ class _Work:
     def metadata(self, digest: str) -> dict[str, str]:
         """Of every header."""
         own = {SOURCE_KEY: replace(self.origin, digest=digest).to_json()}
-        own |= names_entry(self.names)
+        own |= names_entry(self.names) | unused_entry(self.unused)
         if self.linked:
             own[LINKED_KEY] = json.dumps(sorted(self.linked))
         return file_header(

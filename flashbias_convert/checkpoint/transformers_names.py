@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from .kept_terms import sites_of
+from ..errors import CheckpointError
+from .kept_terms import sites_of, split_terms
 
 
 def candidates(keys: Iterable[str], model: Any) -> Iterator[dict[str, str]]:
@@ -29,6 +31,36 @@ def candidates(keys: Iterable[str], model: Any) -> Iterator[dict[str, str]]:
     names = renamed(keys, model)
     if names is not None:
         yield names
+
+
+def require_known(
+    names: Mapping[str, str], tensors: Mapping[str, Tensor], model: Any, folder: Path
+) -> None:
+    """Raise CheckpointError unless transformers brings weights under the names of the model.
+
+    What it does not know it leaves out, and gives the model random weights in their place.
+
+    Args:
+        names: name in the files -> name in the model that was converted, where they differ.
+        tensors: of the files; only their names are looked at.
+        model: what is loaded now; it may have a head less, or one more.
+        folder: for messages.
+    """
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    known = model.state_dict().keys()
+    wanted = {
+        key: known & {name, prefix + name, name.removeprefix(prefix)} for key, name in names.items()
+    }
+    wanted = {key: meant for key, meant in wanted.items() if meant}
+    for found in candidates(split_terms(tensors)[0], model):
+        brought = {key: name for name, key in found.items()}
+        if all(brought.get(key) in meant for key, meant in wanted.items()):
+            return
+    raise CheckpointError(
+        f"transformers does not know the names that the files in {folder} have for their weights, "
+        f"such as {next(iter(wanted))!r}",
+        "load it with flashbias_convert.load_model, or restore it",
+    )
 
 
 def by_sites(terms: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:

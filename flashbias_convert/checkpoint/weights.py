@@ -26,7 +26,8 @@ def differing_weights(original: Mapping[str, Tensor], converted: Path) -> list[s
     checkpoint = read_checkpoint(converted)
     plan = require_plan(checkpoint.metadata, converted)
     found = dict(checkpoint.tensors)
-    found |= {alias: found[stored] for alias, stored in tied_of(checkpoint.metadata).items()}
+    tied = tied_of(checkpoint.metadata)
+    found |= {alias: found[stored] for alias, stored in tied.items() if stored in found}
     terms = {key for site in plan.patched for key in term_keys(site)}
     names = [*original, *(name for name in found if name not in original and name not in terms)]
     return [name for name in names if not equal_bits(original.get(name), found.get(name))]

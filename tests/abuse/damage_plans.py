@@ -10,7 +10,13 @@ from typing import Any
 from safetensors.torch import load, save
 from torch import Tensor
 
-from flashbias_convert.checkpoint.header import NAMES_KEY, PLAN_KEY, TIED_KEY, VERSION_KEY
+from flashbias_convert.checkpoint.header import (
+    NAMES_KEY,
+    PLAN_KEY,
+    TIED_KEY,
+    UNUSED_KEY,
+    VERSION_KEY,
+)
 from flashbias_convert.checkpoint.origin import SOURCE_KEY
 
 from . import damage_json
@@ -121,6 +127,17 @@ def names(rng: Random, tensors: Tensors, metadata: Metadata) -> bytes:
     return closed(tensors, {**metadata, NAMES_KEY: text})
 
 
+def unused(rng: Random, tensors: Tensors, metadata: Metadata) -> bytes:
+    """What the file is said to hold beside weights and terms."""
+    a, b = rng.sample(sorted(tensors), 2)
+    said = rng.choice(
+        [[a], [a, b], [a, a], sorted(tensors), ["nowhere"], ["a" * 10_000], ["\ud800"], [""], [3],
+         [[a]], [None], {a: b}, a, 3, None]
+    )  # fmt: skip
+    text = rng.choice([json.dumps(said)] * 4 + ["{", "[" * 100_000])
+    return closed(tensors, {**metadata, UNUSED_KEY: text})
+
+
 def source(rng: Random, tensors: Tensors, metadata: Metadata) -> bytes:
     """What the file remembers of the names in its source."""
     said = damage_json.damaged(rng, json.loads(metadata[SOURCE_KEY]))
@@ -186,7 +203,7 @@ def term_shapes(rng: Random, tensors: Tensors, metadata: Metadata) -> bytes:
 DAMAGES: dict[str, Callable[[Random, Tensors, Metadata], bytes]] = {
     f.__name__: f
     for f in (
-        plan_values, plan_text, plan_sites, plan_arch, plan_missing, tied, names, source, layout,
-        made_from, term_values, term_shapes,
+        plan_values, plan_text, plan_sites, plan_arch, plan_missing, tied, names, unused, source,
+        layout, made_from, term_values, term_shapes,
     )
 }  # fmt: skip

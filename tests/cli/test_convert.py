@@ -219,13 +219,16 @@ def test_shards_that_are_held_in_memory_are_told(cli: Cli, tmp_path: Path) -> No
     assert (apart.code, apart.err) == (0, "") and apart.json()["held_in_memory"] is None
 
 
-def test_tensors_that_are_left_out_are_named(cli: Cli, tmp_path: Path) -> None:
+def test_tensors_that_are_no_weights_are_named(cli: Cli, tmp_path: Path) -> None:
     source = write_bloom(tmp_path / "m", "safetensors", 2, hidden_size=16)
     tensors = {key: t.clone() for key, t in read_checkpoint(source).tensors.items()}
     write_shards(source, {**tensors, "foo": torch.ones(3)}, "safetensors", 2)
-    note = "1 tensor is no weight of the model and left out of the output: foo"
+    told = "1 tensor is no weight of the model and"
+    note = f"{told} copied, but not used: foo"
     done = cli(source, "--json")
     assert (done.code, done.err) == (0, f"note: {note}\n") and done.json()["notes"] == [note]
+    done = cli(source, "--max-shard-size", "1GB", "--force", "--json")
+    assert done.code == 0 and done.json()["notes"] == [f"{told} left out of the output: foo"]
 
 
 def test_calibration_chooses_by_the_outputs(cli: Cli, tmp_path: Path) -> None:

@@ -220,7 +220,7 @@ def test_transformers_loads_it(
     assert torch.equal(plain(x)[0], original(x)[0])
 
 
-def test_a_weight_that_is_called_as_a_term_is_refused() -> None:
+def test_a_tensor_that_is_called_as_a_term_is_refused() -> None:
     require_apart({"a": "x"}, {"x": torch.zeros(1)})
-    with pytest.raises(CheckpointError, match="a weight in the files has the name of a term: 'a'"):
+    with pytest.raises(CheckpointError, match="a tensor in the files has the name of a term: 'a'"):
         require_apart({"a": "x"}, {"a": torch.zeros(1)})

@@ -275,7 +275,7 @@ def test_a_table_that_blocks_share(tmp_path: Path) -> None:
         assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), key
 
 
-@pytest.mark.parametrize("way", ["shards", "in memory", "one file"])
+@pytest.mark.parametrize("way", ["in memory", "one file"])
 def test_tensors_that_the_model_has_no_name_for_are_told(tmp_path: Path, way: str) -> None:
     source = write_bloom(tmp_path / "m", "safetensors", 3, hidden_size=16)
     more = {"foo": torch.ones(3), "transformer.h.0.extra.weight": torch.ones(2, 2)}
