@@ -16,6 +16,8 @@ from flashbias_convert.relative_positions import tables_of_offsets
 class BottleneckAttention(PatchedAttention):
     """timm's `BottleneckAttn`, whose maps have their channels first."""
 
+    bypassed = ("pos_embed",)  # its tables are read
+
     num_heads: int
     dim_out_qk: int
     dim_out_v: int

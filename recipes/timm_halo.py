@@ -20,6 +20,8 @@ from flashbias_convert.relative_positions import tables_of_offsets
 class HaloAttention(PatchedAttention):
     """timm's `HaloAttn`, whose maps have their channels first."""
 
+    bypassed = ("pos_embed",)  # its tables are read
+
     num_heads: int
     dim_head_qk: int
     scale: float
