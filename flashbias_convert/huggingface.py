@@ -77,7 +77,7 @@ class FlashBiasQuantizer(HfQuantizer):
         _declare_unquantised(model)
         options = dict(self.quantization_config.options)
         backend = self.quantization_config.backend
-        terms = _fitted(by_sites(self._terms(), model), model)
+        terms = _of_its_parts(_fitted(by_sites(self._terms(), model), model), model)
         if not terms:
             plan = patch_model(model, backend=backend, **options)
         else:
@@ -106,6 +106,19 @@ class FlashBiasQuantizer(HfQuantizer):
     def is_trainable(self) -> bool:
         """In training mode the original code runs."""
         return True
+
+
+def _of_its_parts(terms: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
+    """Terms of the parts that a model has: that of an encoder alone has no decoder."""
+    parts = {name for name, _ in model.named_children()}
+    own = {key: tensor for key, tensor in terms.items() if key.partition(".")[0] in parts}
+    if own and len(own) < len(terms):
+        missing = sorted({key.partition(".")[0] for key in terms.keys() - own.keys()})
+        logger.warning(
+            "%s has no %s, whose terms are not used", type(model).__name__, ", ".join(missing)
+        )
+        return own
+    return terms
 
 
 def _tell_what_is_not_patched(plan: Plan) -> None:

@@ -113,7 +113,9 @@ def open_checkpoint(
     folder = pretrained_folder(checkpoint, architecture)
     if folder is not None:
         check_size(architecture, checkpoint)
-        own = checkpoint.tensors if without_terms else None
+        # transformers reads the files by itself, but knows no prefixes of wrappers (`module.`)
+        wrapped = any(key != name for key, name in checkpoint.names.items())
+        own = checkpoint.tensors if without_terms or wrapped else None
         model = load_pretrained(architecture, folder, computes, own)
         stored = in_stored_dtypes(model, checkpoint.tensors)
     else:

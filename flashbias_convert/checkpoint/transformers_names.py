@@ -51,7 +51,9 @@ def require_known(
     wanted = {
         key: known & {name, prefix + name, name.removeprefix(prefix)} for key, name in names.items()
     }
-    wanted = {key: meant for key, meant in wanted.items() if meant}
+    # a weight that is tied to another has its numbers from that one
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    wanted = {key: meant for key, meant in wanted.items() if meant - tied}
     for found in candidates(split_terms(tensors)[0], model):
         brought = {key: name for name, key in found.items()}
         if all(brought.get(key) in meant for key, meant in wanted.items()):

@@ -13,7 +13,9 @@ import transformers
 from flashbias_convert import FlashBiasConfig, load_model, patch_model, unpatch_model
 from flashbias_convert.checkpoint import convert_checkpoint, restore_checkpoint
 from flashbias_convert.errors import CheckpointError, UsageError
+from flashbias_convert.options import DecomposeOptions
 from flashbias_convert.patched_attention import PatchedAttention
+from flashbias_convert.swap import patched_modules
 
 from .test_saved_elsewhere import bloom, patched_sites, run
 
@@ -134,3 +136,27 @@ def test_errors_reach_the_caller(folder: Path, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "m")
     with pytest.raises(CheckpointError, match="damaged"):
         load(tmp_path / "m")
+
+
+def test_an_encoder_alone_takes_its_own_terms(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=50, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    whole = transformers.T5ForConditionalGeneration(config).eval()
+    for name, parameter in whole.named_parameters():
+        if name.endswith("relative_attention_bias.weight"):
+            torch.nn.init.normal_(parameter)
+    whole.save_pretrained(tmp_path / "t5")
+    convert_checkpoint(tmp_path / "t5", tmp_path / "out", options=DecomposeOptions(force_all=True))
+    encoder = transformers.T5EncoderModel.from_pretrained(
+        tmp_path / "out", quantization_config=FlashBiasConfig()
+    )
+    assert len(patched_modules(encoder)) == 2 and "no decoder" in caplog.text
+    ids = torch.arange(10)[None]
+    with torch.no_grad():
+        found, expected = (m(ids).last_hidden_state for m in (encoder, whole.get_encoder()))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashbias_convert.checkpoint import convert_checkpoint, read_checkpoint
+from flashbias_convert.checkpoint import convert_checkpoint, open_model, read_checkpoint
 from flashbias_convert.errors import CheckpointError
 
 from ..sharded import write_bloom, write_shards
@@ -53,6 +53,34 @@ def test_a_prefix_of_a_wrapper_is_refused(
         )
     assert "load_model" in str(refused.value) and "\n" not in str(refused.value)
     assert torch.isfinite(outputs(tmp_path / "out", x)).all()
+    # the source, loaded whole: to be verified, measured, or converted in memory
+    opened = open_model(source)
+    found = [name for name in read.tensors if name in opened.stored]
+    assert len(found) > 10
+    assert all(torch.equal(opened.stored[name], read.tensors[name]) for name in found)
+
+
+def test_another_name_of_a_tied_weight_is_not_asked_for(tmp_path: Path) -> None:
+    """A pickle can hold one tensor under two names, of which the model knows one."""
+    from flashbias_convert.huggingface import FlashBiasConfig
+
+    source = tmp_path / "m"
+    write_bloom(source, "safetensors", 2, hidden_size=16)
+    read = read_checkpoint(source)
+    tensors = {read.names[key]: tensor.clone() for key, tensor in read.tensors.items()}
+    for path in source.glob("model*"):
+        path.unlink()
+    word = next(name for name in tensors if name.endswith("word_embeddings.weight"))
+    tensors.pop("lm_head.weight", None)
+    tensors["alias.of"] = tensors[word]
+    write_shards(source, tensors, "bin")
+    convert_checkpoint(source, tmp_path / "out")
+    cls = transformers.BloomForCausalLM
+    how: dict[str, Any] = {"dtype": torch.float32}
+    loaded = cls.from_pretrained(tmp_path / "out", quantization_config=FlashBiasConfig(), **how)
+    plain, ids = cls.from_pretrained(tmp_path / "out", **how), torch.arange(12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
