@@ -139,6 +139,6 @@ recipe = Recipe(
         exact="with `--method exact` the position bias",
         truncated="position bias",
         n="window: 256 x 576",
-        tested="classes of the same interface",
+        tested="spandrel 0.4 (HAT), classes of the same interface",
     ),
 )

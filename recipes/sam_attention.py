@@ -134,6 +134,6 @@ recipe = Recipe(
         ),
         exact="rows and columns of relative positions, made of the queries of each call",
         n="196 and 4096",
-        tested="classes of the same interface",
+        tested="segment-anything 1.0, classes of the same interface",
     ),
 )

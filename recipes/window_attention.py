@@ -116,6 +116,6 @@ recipe = Recipe(
         exact="shift mask; with `--method exact` the position bias, too",
         truncated="position bias",
         n="window: 49 to 343",
-        tested="classes of the same interface",
+        tested="spandrel 0.4 (SwinIR, HAT), classes of the same interface",
     ),
 )
