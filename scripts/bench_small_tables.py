@@ -44,11 +44,10 @@ def ways(name: str, images: int, device: str) -> dict[str, Callable[[], Tensor]]
     """Both ways to compute a call of a shape."""
     windows, heads, n, m, size, wide = SHAPES[name]
     torch.manual_seed(0)
-    made = (
+    q, k, v = (
         torch.randn(windows * images, heads, *rest, device=device, dtype=torch.bfloat16)
         for rest in ((n, size), (m, size), (m, wide))
     )
-    q, k, v = made
     bias = torch.randn(heads, n, m, device=device, dtype=torch.bfloat16)
     prepared = PreparedBias(ScoreBias((Dense(bias=bias),), heads))
     compiled = torch.compile(formula, dynamic=False)

@@ -7,7 +7,7 @@ load. The header says what the model calls them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
@@ -39,12 +39,7 @@ def by_model_names(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -
         CheckpointError: names that are damaged, of tensors that are not there, or not unique.
     """
     names = names_of(metadata)
-    absent = next((in_file for in_file in names if in_file not in tensors), None)
-    if absent is not None:
-        raise CheckpointError(
-            f"the header names a tensor {quoted(absent)}, which is not there",
-            "is this one file of several? give their folder",
-        )
+    require_there(names, tensors, "names a tensor")
     found: dict[str, Tensor] = {}
     for in_file, tensor in tensors.items():
         name = names.get(in_file, in_file)
@@ -52,6 +47,22 @@ def by_model_names(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -
             raise CheckpointError(f"by its header two tensors are called {quoted(name)}")
         found[name] = tensor
     return found
+
+
+def require_there(names: Iterable[str], tensors: Mapping[str, Tensor], says: str) -> None:
+    """Raise CheckpointError for the first name that no tensor has.
+
+    Args:
+        names: in the files, of an entry of the header.
+        tensors: of the files.
+        says: what the header does with them, for the message.
+    """
+    absent = next((name for name in names if name not in tensors), None)
+    if absent is not None:
+        raise CheckpointError(
+            f"the header {says} {quoted(absent)}, which is not there",
+            "is this one file of several? give their folder",
+        )
 
 
 def names_of(metadata: Mapping[str, str]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .file_names import names_of, quoted
+from .file_names import names_of, quoted, require_there
 from .header import PLAN_KEY, UNUSED_KEY
 
 
@@ -39,12 +39,7 @@ def split_unused(
         CheckpointError: an entry that is damaged, or names what is not there or a weight.
     """
     listed = unused_names(metadata)
-    absent = next((name for name in listed if name not in tensors), None)
-    if absent is not None:
-        raise CheckpointError(
-            f"the header lists an unused tensor {quoted(absent)}, which is not there",
-            "is this one file of several? give their folder",
-        )
+    require_there(listed, tensors, "lists an unused tensor")
     unused = {name: tensors[name] for name in tensors if name in listed}
     return {name: t for name, t in tensors.items() if name not in unused}, unused
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flashbias_convert import fallback, inspect_model, load_model, patch_model, save_model
+from flashbias_convert import fallback, inspect_model, patch_model
 from flashbias_convert.attention.backends import BackendFallbackWarning
 from tests.recipes import model_parity as parity
 from tests.recipes.model_parity import PATHS, Case, randomised
@@ -176,12 +176,7 @@ def test_a_folder_converts_and_loads(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["timm sam", "mvitv2"])
 def test_a_file_loads(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
-    model = case.make()
-    case.patched(model)
-    save_model(model, tmp_path / "model.safetensors")
-    loaded = load_model(tmp_path / "model.safetensors", arch=case.make, backend="sdpa")
-    assert torch.equal(case.output(loaded), case.output(model))
+    parity.check_file(CASES[name], tmp_path)
 
 
 def test_attention_weights_come_from_the_original() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flashbias_convert import inspect_model, load_model, save_model
+from flashbias_convert import inspect_model
 from tests.recipes import model_parity as parity
 from tests.recipes.model_parity import PATHS, Case, randomised
 
@@ -98,12 +98,7 @@ def test_comes_and_goes(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_file_loads(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
-    model = case.make()
-    case.patched(model)
-    save_model(model, tmp_path / "model.safetensors")
-    loaded = load_model(tmp_path / "model.safetensors", arch=case.make, backend="sdpa")
-    assert torch.equal(case.output(loaded), case.output(model))
+    parity.check_file(CASES[name], tmp_path)
 
 
 @pytest.mark.parametrize(

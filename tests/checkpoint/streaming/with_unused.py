@@ -11,21 +11,12 @@ from torch import Tensor
 
 from flashbias_convert.checkpoint import read_checkpoint
 
-from ..models import images
+from ..models import ARGS, images
 from ..sharded import write_shards
 from .other_names import Made, transformers_swin
 
 TABLE = "relative_position_bias_table"
-SWIN: dict[str, Any] = {
-    "img_size": 32,
-    "patch_size": 2,
-    "embed_dim": 16,
-    "depths": [2, 1],
-    "num_heads": [1, 2],
-    "window_size": 8,
-    "num_classes": 5,
-}
-TIMM: dict[str, Any] = {"arch": "timm:swin_tiny_patch4_window7_224", "arch_args": SWIN}
+TIMM: dict[str, Any] = {"arch": "timm:swin_tiny_patch4_window7_224", "arch_args": ARGS}
 
 
 def _beside_tables(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -58,7 +49,7 @@ def old_swin_of_timm(folder: Path) -> Made:
 
     torch.manual_seed(0)
     name = str(TIMM["arch"]).removeprefix("timm:")
-    tensors = _beside_tables(dict(timm.create_model(name, **SWIN).half().state_dict()))
+    tensors = _beside_tables(dict(timm.create_model(name, **ARGS).half().state_dict()))
     return write_shards(folder, tensors, "safetensors"), TIMM, images()
 
 
