@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .attention import flashbias_attention
 from .attention.backends import BACKENDS
 from .errors import UnsupportedTermError, UsageError
-from .interface_fallback import check_window, eager_reason, run_eager, run_sdpa
+from .interface_fallback import HandedCall, check_window, eager_reason, run_eager, run_sdpa
 from .interface_masks import attention_mask, hidden
 from .terms import Dense, ScoreBias
 
@@ -122,10 +122,10 @@ def attend(
         options = {"dropout": dropout, "scaling": scaling, **kwargs}
         named = {"is_causal": is_causal, "position_bias": position_bias}
         options |= {key: given for key, given in named.items() if given is not None}
-        call = (module, (query, key, value), attention_mask, causal, start, options)
+        call = HandedCall(module, (query, key, value), attention_mask, causal, start, options)
         if reason is not None:
-            return run_eager(reason, *call)
-        return run_sdpa("a call drops attention weights at random", *call)
+            return run_eager(reason, call)
+        return run_sdpa("a call drops attention weights at random", call)
     if causal and attention_mask is None and m > n:  # an empty cache of fixed length: cut its tail
         key, value, m = key[..., :n, :], value[..., :n, :], n
         position_bias = None if position_bias is None else position_bias[..., :n]

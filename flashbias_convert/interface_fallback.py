@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -59,23 +60,31 @@ def check_window(window: Any, mask: Tensor | None, keys: int) -> None:
         )
 
 
-def run_eager(
-    reason: str,
-    module: nn.Module,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    mask: Tensor | None,
-    causal: bool,
-    start: int,
-    options: Mapping[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    """A call by the eager attention of its model, with a warning once per reason.
+@dataclass(frozen=True, eq=False)
+class HandedCall:
+    """A call that is left to transformers' own attention.
 
-    Args:
-        reason: why.
+    Attributes:
         module: the attention module.
         qkv: queries, keys and values, as the call brings them.
         mask, causal, start: as in `additive`.
         options: all other arguments of the call.
+    """
+
+    module: nn.Module
+    qkv: tuple[Tensor, Tensor, Tensor]
+    mask: Tensor | None
+    causal: bool
+    start: int
+    options: Mapping[str, Any]
+
+
+def run_eager(reason: str, call: HandedCall) -> tuple[Tensor, Tensor | None]:
+    """A call by the eager attention of its model, with a warning once per reason.
+
+    Args:
+        reason: why.
+        call: what is computed.
 
     Returns:
         The output, (B, N, H, Dv), and the weights, (B, H, N, M).
@@ -83,15 +92,15 @@ def run_eager(
     Raises:
         UnsupportedTermError: the model has no eager attention that is a function.
     """
-    eager = _eager_attention(module)
+    eager = _eager_attention(call.module)
     if eager is None:
         raise UnsupportedTermError(
-            f"{reason}, and {type(module).__name__} has no eager attention to run instead",
+            f"{reason}, and {type(call.module).__name__} has no eager attention to run instead",
             "use attn_implementation='eager' for this model",
         )
     say_original(reason)
-    added = additive(mask, causal, start, *qkv[:2])
-    out: tuple[Tensor, Tensor | None] = eager(module, *qkv, added, **options)
+    added = additive(call.mask, call.causal, call.start, *call.qkv[:2])
+    out: tuple[Tensor, Tensor | None] = eager(call.module, *call.qkv, added, **call.options)
     return out
 
 
@@ -105,20 +114,14 @@ def _eager_attention(module: nn.Module) -> Callable[..., Any] | None:
     return None
 
 
-def run_sdpa(
-    reason: str,
-    module: nn.Module,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    mask: Tensor | None,
-    causal: bool,
-    start: int,
-    options: Mapping[str, Any],
-) -> tuple[Tensor, None]:
+def run_sdpa(reason: str, call: HandedCall) -> tuple[Tensor, None]:
     """A call by transformers' function for torch's attention; as `run_eager`, without weights."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     say_original(reason)
+    mask = call.mask
     if mask is not None:  # without one, it goes by `is_causal` as this package does
-        mask = boolean(mask, causal, start, *qkv[:2])
-    out: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](module, *qkv, mask, **options)
+        mask = boolean(mask, call.causal, call.start, *call.qkv[:2])
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    out: tuple[Tensor, None] = sdpa(call.module, *call.qkv, mask, **call.options)
     return out
