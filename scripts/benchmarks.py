@@ -95,6 +95,7 @@ GROUPS = {
         "attention_floors.py --times {output}/bench_attention.csv "
         "--output {output}/attention_floors.csv",
         "bench_lengths.py --resume --output {output}/bench_lengths.csv",
+        "paper/attention_speed.py --resume --output {output}/attention_speed.csv",
         "tune_parts.py --biases none alibi --resume --output {output}/tune_parts.csv",
     ],
     "costs": [

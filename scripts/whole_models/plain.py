@@ -1,4 +1,4 @@
-"""The plain Transformer of the paper, and attention alone, with a static bias.
+"""The plain Transformer of the paper, with a static bias.
 
 Eight layers of 512 channels, 8 heads, 1,024 channels between; batch 1. One static bias serves all
 layers, which is kind to whoever stores it as a matrix. It is a product of factors of rank 8, or
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from .case import (
     EXACT,
     FLEX,
-    FLEX_ALIBI,
     NO_BIAS,
     NONE_CUDNN,
     ORIGINAL,
@@ -62,16 +61,6 @@ class PlainTransformer(nn.Module):
         return x
 
 
-class AttentionAlone(nn.Module):
-    """One call of attention."""
-
-    attend: nn.Module
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = self.attend(q, k, v)
-        return out
-
-
 def _unchanged(model: nn.Module, way: str) -> nn.Module:
     return model
 
@@ -89,27 +78,6 @@ def plain(n: int, layers: int = 8, dim: int = 512, heads: int = 8, hidden: int =
         return (drawn((n, dim), count).to(device, dtype),), {}
 
     return Case(f"plain Transformer {n}", 1, n, WAYS, make, inputs, _unchanged)
-
-
-def alone(
-    n: int, batch: int, heads: int, head_dim: int, *, causal: bool = False, rank: int = 8
-) -> Case:
-    """Attention alone: with ALiBi if it is causal, else with random factors."""
-
-    def inputs(model: Any, way: str, device: torch.device, dtype: torch.dtype, count: int) -> Any:
-        make = StaticBias.alibi(heads, n, device) if causal else None
-        bias = make or StaticBias.factors(heads, n, rank, device)
-        model.attend = attention(way, bias, dtype, head_dim)
-        packed = drawn((n, 3, heads, head_dim), count).to(device, dtype)  # as a projection has it
-        return packed.permute(2, 0, 3, 1, 4).unbind(0), {}
-
-    def make(_: torch.device) -> nn.Module:
-        return AttentionAlone()
-
-    kind = "causal" if causal else "non-causal"
-    name = f"attention {kind}, {heads} heads of {head_dim}, batch {batch}, {n}"
-    ways = (*WAYS[:4], FLEX_ALIBI, *WAYS[4:]) if causal else WAYS
-    return Case(name, batch, n, ways, make, inputs, _unchanged, ("eager", "compiled"))
 
 
 def lengths(tiny: bool, first: int = 1024, last: int = 65536) -> Iterator[int]:

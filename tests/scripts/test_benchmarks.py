@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -23,10 +24,17 @@ def words_of(command: str) -> list[str]:
     return [script, *words]
 
 
+def source_of(script: str) -> str:
+    """Of a script and of those that it takes something from, which may read its options."""
+    own = Path(script).read_text()
+    others = (SCRIPTS / f"{name}.py" for name in re.findall(r"^from (\w+) import", own, re.M))
+    return own + "".join(other.read_text() for other in others if other.is_file())
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_scripts_have_the_options_that_they_are_given(command: str) -> None:
     script, *words = words_of(command)
-    source = Path(script).read_text()
+    source = source_of(script)
     assert all(f'"{word}"' in source for word in words if word.startswith("--"))
     assert any(word.startswith("/out put") for word in words)
 
@@ -63,5 +71,5 @@ def test_a_group_goes_on_after_a_failure(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_go_on_where_they_were_if_they_can(command: str) -> None:
     script, *words = words_of(command)
-    goes_on = '"--resume"' in Path(script).read_text() and "train" not in words  # of the PDE solver
+    goes_on = '"--resume"' in source_of(script) and "train" not in words  # of the PDE solver
     assert ("--resume" in words) == goes_on
