@@ -42,9 +42,15 @@ def differentiates_twice() -> bool:
     return TransformType.Jvp in kinds or kinds.count(TransformType.Grad) > 1
 
 
-def _once(gradient: Tensor) -> Tensor | None:
-    """A gradient that cannot be differentiated, where a graph of it is made."""
-    return _Refused.apply(gradient) if gradient.requires_grad else None
+def _once(gradient: Tensor | None) -> Tensor | None:
+    """A gradient that cannot be differentiated, where a graph of it is made.
+
+    None stands for a gradient of nothing: what comes after attention may have none.
+    """
+    if gradient is None or not gradient.requires_grad:
+        return None
+    refused: Tensor = _Refused.apply(gradient)
+    return refused
 
 
 class _Refused(torch.autograd.Function):

@@ -106,7 +106,10 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def _exists(final: Path) -> UsageError:
-    return UsageError(f"{final} exists", "choose another --output, or replace it with --force")
+    return UsageError(
+        f"{final} exists",
+        "choose another output, or replace it with --force (force=True in Python)",
+    )
 
 
 def _publish_new(temporary: Path, final: Path) -> None:

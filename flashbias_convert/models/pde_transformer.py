@@ -50,6 +50,9 @@ class PDEConfig:
 
     def __post_init__(self) -> None:
         sizes = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        whole = [f.name for f in dataclasses.fields(self) if f.type == "int"]
+        if broken := [name for name in whole if type(sizes[name]) is not int]:
+            raise UsageError(f"{broken[0]} must be an integer, got {sizes[broken[0]]!r}")
         wrong = [k for k, v in sizes.items() if type(v) is int and v < (0 if k == "inputs" else 1)]
         if wrong:
             raise UsageError(f"{wrong[0]} must be positive, got {sizes[wrong[0]]}")
@@ -200,8 +203,11 @@ class PDETransformer(nn.Module):
 
         Raises:
             TypeError: points in half precision.
-            UsageError: other dimensions, or another number of values, than it was built for.
+            UsageError: other dimensions, or another number of values, than it was built for;
+                points of another dtype than that of its weights.
         """
+        if points.dim() != 3:
+            raise UsageError(f"it takes points of shape (B, N, d), got {tuple(points.shape)}")
         known = 0 if values is None else values.shape[-1]
         if (points.shape[-1], known) != (self.config.dimensions, self.config.inputs):
             raise UsageError(
@@ -209,7 +215,12 @@ class PDETransformer(nn.Module):
                 f"{self.config.inputs} values each, got {points.shape[-1]} with {known}"
             )
         distances = Distances.of(points)
-        seen = distances.points
+        seen, own = distances.points, self.head.weight.dtype
+        if own != seen.dtype and not torch.is_autocast_enabled(points.device.type):
+            raise UsageError(
+                f"its weights are {own} and the points {seen.dtype}",
+                "keep both in one dtype, and train in half precision under autocast",
+            )
         x = self.embed(seen if values is None else torch.cat([seen, values.to(seen.dtype)], -1))
         for layer in self.layers:
             x = layer(x, distances)

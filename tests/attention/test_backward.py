@@ -62,6 +62,26 @@ def test_every_bias_with_padding(name: str, kernel: str, device: torch.device) -
         assert_parity(*(torch.stack(e) for e in zip(*(p[gradient] for p in parts), strict=True)))
 
 
+@pytest.mark.parametrize("scale", [2.1, [0.45, 2.1]], ids=["number", "heads"])
+@pytest.mark.parametrize("name", ["none", "low_rank", "dense", "regions", "key_bias"])
+def test_sharp_scores_in_fp32(
+    name: str, scale: float | list[float], kernel: str, device: torch.device
+) -> None:
+    """Scores of up to 45: the backward pass must round them exactly as the forward pass did.
+
+    The interpreter multiplies by a library whose rounding depends on the shape of a tile.
+    """
+    if device.type != "cuda":
+        pytest.skip("needs the products of a GPU")
+    given = torch.tensor(scale, device=device) if isinstance(scale, list) else scale
+    parts = []
+    for seed in range(4):
+        x = Inputs(device, heads=2, n=33, m=33, d=24, dv=40, seed=seed)
+        parts.append(compared(x, BIASES[name](x), kernel, scale=given))
+    for gradient in parts[0]:
+        assert_parity(*(torch.stack(e) for e in zip(*(p[gradient] for p in parts), strict=True)))
+
+
 @pytest.mark.parametrize("name", BIASES)
 def test_every_bias_in_half_precision(
     name: str, half: torch.dtype, kernel: str, device: torch.device

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -42,6 +44,43 @@ def test_what_is_no_fused_attention_has_them() -> None:
         found.append(torch.autograd.grad(first.square().sum(), q)[0])
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
     assert found[1].abs().max() > 1e-2
+
+
+class Constant(torch.autograd.Function):
+    """Something that has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        return None
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "auto"])
+def test_what_comes_after_attention_may_have_no_gradient(backend: str) -> None:
+    x = torch.randn(1, HEADS, N, SIZE, requires_grad=True)
+    q = 2 * x
+    out = Constant.apply(flashbias_attention(q, q, q, low_rank(), backend=backend))
+    (out.sum() + x.sum()).backward()
+    assert x.grad is not None and (x.grad == 1).all()
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_gradients_of_torch_s_fused_attention_are_those_of_finite_differences(rank: int) -> None:
+    torch.manual_seed(2)
+    made = [torch.randn(1, HEADS, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    made += [
+        torch.randn(HEADS, 3, max(rank, 1), dtype=torch.float64, requires_grad=True)
+        for _ in range(2)
+    ]
+
+    def call(q: Tensor, k: Tensor, v: Tensor, phi_q: Tensor, phi_k: Tensor) -> Tensor:
+        bias = ScoreBias((LowRank(phi_q=phi_q, phi_k=phi_k),), HEADS) if rank else None
+        return flashbias_attention(q, k, v, bias, backend="sdpa")
+
+    assert torch.autograd.gradcheck(call, made)
 
 
 def test_nothing_stays_with_leaves() -> None:

@@ -262,3 +262,16 @@ def test_other_inputs_are_an_error(known: int | None) -> None:
     values = None if known is None else torch.rand(1, 9, known)
     with pytest.raises(UsageError, match="3 dimensions with 1 values each"):
         model(torch.rand(1, 9, 3), values)
+
+
+def test_what_does_not_fit_is_refused_in_words() -> None:
+    model = make()
+    with pytest.raises(UsageError, match=r"\(B, N, d\), got \(37, 3\)"):
+        model(points()[0], values())
+    with pytest.raises(UsageError, match=r"float32 and the points torch.float64"):
+        model(points().double(), values())
+    with pytest.raises(UsageError, match=r"bfloat16 and the points torch.float32"):
+        make().bfloat16()(points(), values())
+    with pytest.raises(UsageError, match=r"heads must be an integer, got 8.0"):
+        PDEConfig(heads=8.0)  # type: ignore[arg-type]
+    assert make().double()(points().double(), values().double()).dtype == torch.float64
