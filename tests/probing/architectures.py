@@ -249,6 +249,7 @@ def levit_of_transformers() -> Made:
 
 
 @made
+@made
 def efficientformer() -> Made:
     from timm.models.efficientformer import EfficientFormer
 
