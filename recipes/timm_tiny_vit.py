@@ -48,6 +48,7 @@ def describe(site: Site) -> Description:
         m=len(index),
         head_dim=module.key_dim,
         index=index,
+        shared=True,  # windows of a map, none of which has a mask
     )
 
 
