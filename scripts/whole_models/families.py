@@ -112,7 +112,7 @@ def _levit(s: Sizes) -> Parts:
 
 def _efficient(s: Sizes) -> Parts:
     """Small networks with tables like LeViT's, and as many images."""
-    cascade: dict[str, Any] = {"img_size": 64, "embed_dim": (32, 48, 64), "key_dim": (8, 8, 8)}
+    cascade: dict[str, Any] = {"img_size": 96, "embed_dim": (32, 48, 64), "key_dim": (8, 8, 8)}
     cascade |= {"num_heads": (2, 3, 4), "window_size": (3, 3, 3), "depth": (1, 1, 1)}
     former: dict[str, Any] = {"depths": (1, 1, 1, 2), "embed_dims": (8, 16, 24, 32)}
     second: dict[str, Any] = {**former, "depths": (1, 1, 2, 2), "img_size": 64, "mlp_ratios": 2}
@@ -121,11 +121,11 @@ def _efficient(s: Sizes) -> Parts:
     of_msra = of_timm("efficientvit_m5", **cascade)
     first = of_timm("efficientformer_l3", **former)
     then = of_timm("efficientformerv2_l", **second)
-    size, batch = 64 if s.tiny else 224, 1 if s.tiny else 4 * s.many
+    batch, sizes = (1, (96, 64)) if s.tiny else (4 * s.many, (224, 224))
     return {
-        "timm_efficientvit, M5": (batch, 49, lambda: lively(of_msra()), images(size)),
+        "timm_efficientvit, M5": (batch, 49, lambda: lively(of_msra()), images(sizes[0])),
         "timm_efficientformer, L3": (s.many, 49, lambda: lively(first()), images(224)),
-        "timm_efficientformer_v2, L": (s.many, 49, lambda: lively(then()), images(size)),
+        "timm_efficientformer_v2, L": (s.many, 49, lambda: lively(then()), images(sizes[1])),
     }
 
 

@@ -226,6 +226,8 @@ def test_another_window_is_noticed() -> None:
     case = CASCADED
     model, x = case.model(), case.inputs()
     case.patch(model)
+    if not hasattr(model, "set_input_size"):
+        pytest.skip("older versions of timm cannot change it")
     model.set_input_size(32)  # windows of 2 x 2, whose tables are resized
     with pytest.raises(StaleTermsError):
         case.output(model, x)
