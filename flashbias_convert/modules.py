@@ -25,6 +25,9 @@ from .terms import Lookup, Regions, RelativeTable, ScoreBias, Term
 from .tracing import is_traced
 from .trained_terms import can_learn, in_full_precision
 
+#: what is kept of the terms: without which kinds, and of which heads; None for all of them
+Part = tuple[tuple[str, ...], tuple[int, ...] | None]
+
 
 class ScoreBiasModule(SavedTerms):
     """Holds a site's terms and computes attention with them.
@@ -79,12 +82,12 @@ class ScoreBiasModule(SavedTerms):
         self.pair_memory: PairMemory | None = None
         #: which heads this process keeps, and of how many, see `parallel.shard_sites`
         self._own_heads: tuple[tuple[int, ...], int] | None = None
-        self._prepared: dict[tuple[str, ...], PreparedBias] = {}
+        self._prepared: dict[Part, PreparedBias] = {}
         #: the tensors that these were made of
         self._made_of: tuple[Tensor | None, ...] = ()
         self._made_on: torch.device | None = None
-        #: forms that compiled code looks for, by kinds of terms that are left out, and by device
-        self._traced: dict[tuple[tuple[str, ...], torch.device], set[Form]] = {}
+        #: forms that compiled code looks for, by part of the terms, and by device
+        self._traced: dict[tuple[Part, torch.device], set[Form]] = {}
         self._forget()
         for name, term in zip(bias.term_names(), bias.terms, strict=True):
             self.add_module(name, TermTensors(term, trained))
@@ -101,9 +104,9 @@ class ScoreBiasModule(SavedTerms):
 
     def _drop_prepared(self) -> None:
         """Drop what was made of the terms alone."""
-        for without, made in self._prepared.items():
+        for part, made in self._prepared.items():
             if made.traced:
-                self._traced[without, made.bias.device] = made.traced
+                self._traced[part, made.bias.device] = made.traced
         self._looked_at = False
         self._prepared, self._made_of, self._made_on = {}, (), None
         self._last_joined: tuple[PreparedBias, tuple[Term, ...], PreparedBias] | None = None
@@ -126,7 +129,9 @@ class ScoreBiasModule(SavedTerms):
         """The terms as they are now."""
         return self.prepared().bias
 
-    def prepared(self, without: tuple[str, ...] = ()) -> PreparedBias:
+    def prepared(
+        self, without: tuple[str, ...] = (), heads: tuple[int, ...] | None = None
+    ) -> PreparedBias:
         """The terms with their kernel-ready forms, made once per move, cast or load.
 
         Made anew in every call while the terms are parameters: fused optimizers leave no trace of
@@ -134,26 +139,28 @@ class ScoreBiasModule(SavedTerms):
 
         Args:
             without: kinds of terms to leave out.
+            heads: of which heads, in that order; None for all.
 
         Raises:
-            ValueError: the tensors were loaded from a state dict of other terms.
+            ValueError: the tensors were loaded from a state dict of other terms, or a head that
+                the site does not have.
         """
-        without = tuple(kind for kind in without if kind in self._kinds)
+        part = (tuple(kind for kind in without if kind in self._kinds), heads)
         if self.learns():
-            return self._prepare(without)
-        known = self._prepared.get(without)
+            return self._prepare(*part)
+        known = self._prepared.get(part)
         if not self._is_of_now():
             known = None
             if not is_traced():
                 self._drop_prepared()
         if known is not None:
             return known
-        made = self._prepare(without)
+        made = self._prepare(*part)
         # a graph that is being traced must not change what the next call finds: it would be
         # compiled a second time
         if not is_traced():
-            made.make_forms(self._traced.get((without, made.bias.device), ()))
-            self._prepared[without] = made
+            made.make_forms(self._traced.get((part, made.bias.device), ()))
+            self._prepared[part] = made
             self._made_of, self._made_on = tuple(self._held()), self.layout.device
         return made
 
@@ -176,10 +183,16 @@ class ScoreBiasModule(SavedTerms):
             for tensor in terms._buffers.values()
         ]
 
-    def prepare(self) -> None:
-        """Prepare everything that calls without terms of their own ask for."""
+    def prepare(self, one_by_one: bool = False) -> None:
+        """Prepare everything that calls without terms of their own ask for.
+
+        Args:
+            one_by_one: whether each call is for one head.
+        """
         self.prepared()
         self.prepared((Regions.kind,))  # maps of one window bring no mask
+        for head in range(self._spec["num_heads"] if one_by_one else 0):
+            self.prepared(heads=(head,))
 
     def learns(self) -> bool:
         """Whether the terms are parameters."""
@@ -197,7 +210,7 @@ class ScoreBiasModule(SavedTerms):
         self._forget()
         self.prepared()
 
-    def _prepare(self, without: tuple[str, ...]) -> PreparedBias:
+    def _prepare(self, without: tuple[str, ...], heads: tuple[int, ...] | None) -> PreparedBias:
         tensors = dict(self.named_buffers())
         if self.trained:
             tensors |= dict(self.named_parameters())
@@ -209,7 +222,14 @@ class ScoreBiasModule(SavedTerms):
             _check_codes(bias.terms)
             self._looked_at = True
         kept = tuple(term for term in bias.terms if term.kind not in without)
-        return PreparedBias(ScoreBias(kept, bias.num_heads))
+        bias = ScoreBias(kept, bias.num_heads)
+        return PreparedBias(bias if heads is None else self._selected(bias, heads))
+
+    def _selected(self, bias: ScoreBias, heads: tuple[int, ...]) -> ScoreBias:
+        if self.trained or is_traced():
+            return bias.select_heads(heads)
+        with torch.inference_mode(False), torch.no_grad():  # calls in every mode find it
+            return bias.select_heads(heads)
 
     def bound_scores(self, scale_bound: float | None) -> None:
         """Work out `score_bound`; reads the terms. Terms that are trained have no bound.
@@ -237,15 +257,20 @@ class ScoreBiasModule(SavedTerms):
         built: Mapping[str, dict[str, Any]] | None = None,
         extra: Sequence[Term] = (),
         without: tuple[str, ...] = (),
+        heads: tuple[int, ...] | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """`flashbias_attention` of q, k and v with this site's terms.
 
         Args:
-            q, k, v: shapes (*batch, H, N, D), (*batch, H, M, D), (*batch, H, M, Dv).
+            q, k, v: shapes (*batch, H, N, D), (*batch, H, M, D), (*batch, H, M, Dv), where H
+                counts the heads of this call.
             built: inputs of the builders of this call, by their names.
             extra: terms of this call only, such as a mask that depends on the input.
             without: kinds of terms that this call leaves out.
+            heads: which heads of the site q, k and v belong to, in their order, where a head
+                waits for another; None for all of them. Terms that come with the call, built or
+                extra, are for the heads of the call.
             **kwargs: keyword arguments of `flashbias_attention`.
 
         Returns:
@@ -261,7 +286,7 @@ class ScoreBiasModule(SavedTerms):
                 f"this call needs another bias than the {', '.join(sorted(lost))} that was trained",
                 "call the model with the input size that it was patched for",
             )
-        prepared, bound = self.of_call(built, extra, without)
+        prepared, bound = self.of_call(built, extra, without, heads)
         # without terms there is no tensor that tells on which device zeros would be added
         added = prepared if prepared.bias.terms else None
         options = {"backend": self.backend, "deterministic": self.deterministic, **kwargs}
@@ -272,16 +297,21 @@ class ScoreBiasModule(SavedTerms):
         built: Mapping[str, dict[str, Any]] | None = None,
         extra: Sequence[Term] = (),
         without: tuple[str, ...] = (),
+        heads: tuple[int, ...] | None = None,
     ) -> tuple[PreparedBias, float | None]:
         """The terms of one call, see `forward`, and what no score exceeds, if that is known."""
-        if built and not extra and (common := self._common(built, without)) is not None:
-            return common, None
+        if built and not extra and heads is None:
+            common = self._common(built, without)
+            if common is not None:
+                return common, None
         for name, inputs in (built or {}).items():
             builder = self._builder(name)
             extra, without = (*extra, builder.make(**inputs)), without + builder.replaces
-        if self._own_heads is not None:  # an owner makes terms for the heads of all processes
+        if (
+            self._own_heads is not None and heads is None
+        ):  # an owner makes terms for the heads of all processes
             extra = tuple(self._own_part(term) for term in extra)
-        prepared = self.prepared(without)
+        prepared = self.prepared(without, heads)
         # masks aside, the bound holds with them, too
         bound = self._call_bound if all(isinstance(term, Regions) for term in extra) else None
         if extra:

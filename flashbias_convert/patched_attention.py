@@ -46,6 +46,9 @@ class PatchedAttention(Composed):
     bypassed: ClassVar[tuple[str, ...]] = ()
     #: names of children that it does not call either, but parts of which it does
     taken_apart: ClassVar[tuple[str, ...]] = ()
+    #: whether its heads wait for each other, so that each has a call of its own,
+    #: ``self.score_bias(..., heads=(head,))``
+    head_by_head: ClassVar[bool] = False
     #: names of attributes that count heads, where `parallel.shard_sites` may split them
     head_counts: ClassVar[tuple[str, ...]] = ()
     #: names of parameters and buffers with an entry, or a group of equal size, for every head
@@ -186,7 +189,7 @@ class PatchedAttention(Composed):
         rows = rows_of(sources, self._seal.values, self.score_bias.rows())
         self.score_bias.set_made_from(saved_rows(self, sources, rows))
         self.score_bias.sealed = {}
-        self.score_bias.prepare()  # now, so that torch.compile finds it made
+        self.score_bias.prepare(self.head_by_head)  # now, so that torch.compile finds it made
         self.score_bias.bound_scores(self.scale_bound())
 
     def seal_if_matched(self) -> None:

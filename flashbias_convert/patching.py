@@ -219,6 +219,7 @@ def freeze_terms(model: nn.Module) -> int:
     found = [module for module in patched_modules(model) if module.trains_terms]
     for module in found:
         module.score_bias.freeze()
+        module.score_bias.prepare(module.head_by_head)
     return len(found)
 
 

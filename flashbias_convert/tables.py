@@ -29,6 +29,22 @@ def require_index(found: Tensor, right: Tensor) -> None:
         refuse_buffers()
 
 
+def absolute_offsets(height: int, width: int, step: int = 1) -> Tensor:
+    """How LeViT and its kind number the offsets between tokens of a map, whatever their signs.
+
+    Args:
+        height, width: of the map; all its tokens are keys.
+        step: only every so many rows and columns have queries.
+
+    Returns:
+        Integers, shape (N, M): rows apart times width, plus columns apart.
+    """
+    keys = torch.stack(torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij"))
+    queries = keys[:, ::step, ::step]
+    rows, columns = (queries.flatten(1)[:, :, None] - keys.flatten(1)[:, None]).abs()
+    return rows * width + columns
+
+
 def require_coordinates(found: Tensor, right: Tensor) -> None:
     """As `require_index`, for coordinates, which may have been rounded to bfloat16."""
     close = found.shape == right.shape and torch.allclose(

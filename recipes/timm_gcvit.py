@@ -83,6 +83,7 @@ def describe(site: Site) -> Description:
         m=n,
         head_dim=module.head_dim,
         index=source.relative_position_index.view(n, n),
+        shared=True,  # no window has a mask
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from flashbias_convert.about import About
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.recipe import Description, Recipe, Site
-from flashbias_convert.tables import require_index
+from flashbias_convert.tables import absolute_offsets, require_index
 
 
 class LevitAttention(PatchedAttention):
@@ -58,11 +58,7 @@ def describe(site: Site) -> Description:
     """The bias looked up as the module does; its index is made from absolute offsets."""
     module: Any = site.module
     index, (height, width) = module.attention_bias_idxs, module.resolution
-    step = getattr(module, "stride", 1)
-    keys = torch.stack(torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij"))
-    queries = keys[:, ::step, ::step]
-    rows, columns = (queries.flatten(1)[:, :, None] - keys.flatten(1)[:, None]).abs()  # (N, M)
-    require_index(index, rows * width + columns)
+    require_index(index, absolute_offsets(height, width, getattr(module, "stride", 1)))
     n, m = index.shape
     return Description(
         bias=module.attention_biases[:, index],

@@ -144,6 +144,8 @@ def describe(site: Site) -> Description:
         # that of an MLP has no entries for a class token
         index=index.view(n, n) if index is not None and index.numel() == n * n else None,
         warnings=rounding_warnings(own, bias),
+        # windows and grids of MaxViT, which have no mask
+        shared=hasattr(site.parent, "partition_size"),
         not_worth=not_worth(n, size),
     )
 

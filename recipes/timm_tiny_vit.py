@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from flashbias_convert.about import About
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.recipe import Description, Recipe, Site
-from flashbias_convert.tables import require_index
+from flashbias_convert.tables import absolute_offsets, require_index
 
 
 class TinyVitAttention(PatchedAttention):
@@ -41,12 +40,7 @@ def describe(site: Site) -> Description:
     """The bias looked up as the module does; its index is made from absolute offsets."""
     module: Any = site.module
     index, (height, width) = module.attention_bias_idxs, module.resolution
-    rows, columns = (
-        torch.arange(height).repeat_interleave(width),
-        torch.arange(width).repeat(height),
-    )
-    offsets = [(at[:, None] - at).abs() for at in (rows, columns)]
-    require_index(index, offsets[0] * width + offsets[1])
+    require_index(index, absolute_offsets(height, width))
     return Description(
         bias=module.attention_biases[:, index],
         num_heads=module.num_heads,
@@ -54,6 +48,7 @@ def describe(site: Site) -> Description:
         m=len(index),
         head_dim=module.key_dim,
         index=index,
+        shared=True,  # windows of a map, none of which has a mask
     )
 
 

@@ -43,6 +43,7 @@ def describe(site: Site) -> Description:
         m=n,
         head_dim=module.head_dim,
         index=module.relative_position_index.view(n, n),
+        shared=True,  # windows and grids of a map, none of which has a mask
     )
 
 

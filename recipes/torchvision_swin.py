@@ -94,7 +94,8 @@ def describe(site: Site) -> Description:
     n = math.prod(window)
     index = module.relative_position_index.view(n, n)
     warnings: tuple[str, ...] = ()
-    if hasattr(module, "cpb_mlp"):
+    cosine = hasattr(module, "cpb_mlp")
+    if cosine:
         require_plain_layers(module.cpb_mlp, module)
         table, heads = module.relative_coords_table, module.num_heads
         bias, warnings = continuous_bias(module.cpb_mlp, table, index, heads)
@@ -109,6 +110,7 @@ def describe(site: Site) -> Description:
         head_dim=module.qkv.in_features // module.num_heads,
         index=index,
         warnings=warnings,
+        shared=not cosine and not any(module.shift_size),
     )
 
 

@@ -297,3 +297,38 @@ def test_layers_whose_scores_differ_in_size_are_compiled_once(
         layer.compile(backend=graphs, fullgraph=True)
     model(inputs[0].bfloat16())
     assert len(bounds) == len(layers) > graphs.count == 1
+
+
+@torch.no_grad()
+def test_heads_that_are_called_one_by_one_have_forms_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    msra = pytest.importorskip("timm.models.efficientvit_msra")
+    launches, graphs = Launches(monkeypatch), Graphs()
+    sizes = {"key_dim": 8, "num_heads": 3, "attn_ratio": 2, "resolution": 4, "kernels": (3, 3, 3)}
+    attention = msra.CascadedGroupAttention(48, **sizes)
+    nn.init.normal_(attention.attention_biases)
+    model = nn.Sequential(attention).eval()
+    plan = patch_model(
+        model, method="svd", energy=0.8, max_attention_error=1.0, fill=False, force_all=True
+    )
+    assert plan.sites[0].terms() == ("low_rank",)
+    compiled: Any = torch.compile(model, backend=graphs, fullgraph=True)
+    x, terms = torch.randn(2, 48, 4, 4), model[0].score_bias
+
+    def check() -> None:
+        launched = launches.of(lambda: compiled(x))
+        assert len(launched) == 3
+        for head, tensors in enumerate(launched):
+            packed = pack(terms.bias.select_heads([head]), half=False, scale=None)
+            assert any(torch.equal(tensors["phi_q"], own) for own in packed.tensors)
+        assert "log2" not in graphs.operations()
+
+    check()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        state = model.state_dict()
+        model.load_state_dict({k: 2 * v if "phi_" in k else v for k, v in state.items()})
+        check()
+        model.to("cpu")
+        check()
+    assert graphs.count == 1

@@ -17,7 +17,7 @@ from ..terms import LowRank, Regions, ScoreBias
 
 #: called with the terms of a site, q, k, v and the keyword arguments of `ScoreBiasModule.forward`
 Attend = Callable[..., Tensor]
-_OF_TERMS = ("built", "extra", "without")
+_OF_TERMS = ("built", "extra", "without", "heads")
 
 
 @dataclass(frozen=True, eq=False)

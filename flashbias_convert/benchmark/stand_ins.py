@@ -24,7 +24,8 @@ from .peers import (
 class StandIn:
     """Computes the attention of every site in another way; see `calls.attending`.
 
-    What does not depend on the input of a call is prepared once per site.
+    What does not depend on the input of a call is prepared once per site, or once per head where
+    each has a call of its own.
 
     Args:
         prepare: a call -> a function of q, k and v.
@@ -37,7 +38,7 @@ class StandIn:
     def __call__(
         self, terms: ScoreBiasModule, q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any]
     ) -> Tensor:
-        key = (id(terms), q.shape, k.shape, v.shape)
+        key = (id(terms), kwargs.get("heads"), q.shape, k.shape, v.shape)
         if key in self._known:
             return self._known[key](q, k, v)
         call = resolve(terms, q, k, v, kwargs)

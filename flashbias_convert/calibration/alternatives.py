@@ -88,10 +88,11 @@ def squares_of(site: SitePlan, forms: list[Form], calls: list[Call]) -> Sums:
     off = [torch.zeros(site.heads).double() for _ in forms]
     for call in calls:
         expected = _run(exact, masks, call).double()
-        size += _per_head(expected)
+        own = list(call.options.get("heads") or range(site.heads))
+        size[own] += _per_head(expected)
         for form, sums in zip(forms, off, strict=True):
             if form.label != EXACT:
-                sums += _per_head(_run(form.bias, masks, call).double() - expected)
+                sums[own] += _per_head(_run(form.bias, masks, call).double() - expected)
     return off, size
 
 

@@ -23,7 +23,7 @@ from .parts import Parts, Sizes, family, lively, of_timm, of_torchvision, of_tra
 def cases(tiny: bool = False) -> dict[str, Case]:
     """By the names of the command line, all of which begin with "family-"."""
     s = Sizes(tiny)
-    made = {**_timm(s), **_levit(s), **_vision(s), **_language(s), **_others(s)}
+    made = {**_timm(s), **_levit(s), **_efficient(s), **_vision(s), **_language(s), **_others(s)}
     for room in (rarer, documents, repositories, foreign):
         made |= room.parts(s)
     found = {name: family(name, *rest, tiny=tiny) for name, rest in made.items()}
@@ -107,6 +107,25 @@ def _levit(s: Sizes) -> Parts:
     return {
         "timm_levit, 384": (batch, 196, lambda: lively(of_timms()), images(size)),
         "transformers_levit, as 384": (batch, 196, lambda: lively(copied()), images(size)),
+    }
+
+
+def _efficient(s: Sizes) -> Parts:
+    """Small networks with tables like LeViT's, and as many images."""
+    cascade: dict[str, Any] = {"img_size": 96, "embed_dim": (32, 48, 64), "key_dim": (8, 8, 8)}
+    cascade |= {"num_heads": (2, 3, 4), "window_size": (3, 3, 3), "depth": (1, 1, 1)}
+    former: dict[str, Any] = {"depths": (1, 1, 1, 2), "embed_dims": (8, 16, 24, 32)}
+    second: dict[str, Any] = {**former, "depths": (1, 1, 2, 2), "img_size": 64, "mlp_ratios": 2}
+    if not s.tiny:
+        cascade, former, second = {}, {}, {}
+    of_msra = of_timm("efficientvit_m5", **cascade)
+    first = of_timm("efficientformer_l3", **former)
+    then = of_timm("efficientformerv2_l", **second)
+    batch, sizes = (1, (96, 64)) if s.tiny else (4 * s.many, (224, 224))
+    return {
+        "timm_efficientvit, M5": (batch, 49, lambda: lively(of_msra()), images(sizes[0])),
+        "timm_efficientformer, L3": (s.many, 49, lambda: lively(first()), images(224)),
+        "timm_efficientformer_v2, L": (s.many, 49, lambda: lively(then()), images(sizes[1])),
     }
 
 

@@ -1,13 +1,10 @@
-"""EfficientFormer, which a plan leaves alone: is next to nothing gained?
+"""EfficientFormer, converted with its table exact, beside its original and SDPA with a dense bias.
 
-Its attention has 49 tokens and a small table that the whole batch shares. Here it is computed by
-the kernel all the same, with the table exact, whatever a plan says of it; the original and SDPA
-with a dense bias stand beside it.
+Its attention has 49 tokens and a small table that the whole batch shares: little is gained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -15,35 +12,12 @@ import torch.nn.functional as F
 from timm.models.efficientformer import Attention
 from torch import Tensor, nn
 
-from flashbias_convert.patched_attention import PatchedAttention
-from flashbias_convert.recipe import Description, Recipe, Site
-
 from .case import EXACT, ORIGINAL, SDPA, Case, converted
 from .given import images
 from .hand import replace_children, with_aligned_rows
 from .parts import Sizes, lively, of_timm, with_biases
 
 _WAYS, _MODES = (ORIGINAL, SDPA, EXACT), ("eager", "compiled")
-
-
-class FusedAttention(PatchedAttention):
-    """timm's `Attention` of EfficientFormer; values are wider than keys."""
-
-    num_heads: int
-    scale: float
-    key_dim: int
-    val_dim: int
-    attention_biases: nn.Parameter
-    qkv: nn.Module
-    proj: nn.Module
-
-    def bias_sources(self) -> tuple[Tensor | Hashable, ...]:
-        return (self.attention_biases,)
-
-    def flashbias_forward(self, x: Tensor) -> Tensor:
-        out = self.score_bias(*_split(self, x), scale=self.scale)
-        found: Tensor = self.proj(out.transpose(1, 2).flatten(2))
-        return found
 
 
 class HandAttention(nn.Module):
@@ -82,31 +56,10 @@ def _split(module: Any, x: Tensor) -> tuple[Tensor, ...]:
     return views
 
 
-def describe(site: Site) -> Description:
-    """The bias looked up as the module does."""
-    module: Any = site.module
-    index = module.attention_bias_idxs
-    bias = module.attention_biases[:, index]
-    n = len(index)
-    return Description(bias, module.num_heads, n, n, module.key_dim, index=index)
-
-
-#: for measuring alone: the installed recipe leaves this class alone
-RECIPE = Recipe(
-    name="small_tables",
-    title="EfficientFormer, for measuring",
-    classes=("timm.models.efficientformer.Attention",),
-    library="timm",
-    tested=">=1.0.23,<1.1",
-    attention=FusedAttention,
-    describe=describe,
-)
-
-
 def alter(model: nn.Module, way: str) -> nn.Module:
     """The model with attention by hand, or by the kernel."""
     if way == EXACT:
-        return converted(model, EXACT, recipes=[RECIPE])
+        return converted(model, EXACT)
     return replace_children(model, Attention, lambda attention, _: HandAttention(attention))
 
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 NAMES = (
     "swinv2", "swin", "beit", "mpnet", "mpt", "falcon", "sam", "wavlm", "lilt",
     "swinv2_of_transformers", "swin_of_transformers", "mvit", "pangu", "levit",
-    "levit_of_transformers",
+    "levit_of_transformers", "efficientformer", "efficientvit",
 )  # fmt: skip
 
 

@@ -58,6 +58,14 @@ def made(make: Callable[[], Made]) -> Callable[[], Made]:
     return wrapped
 
 
+def unhidden(model: nn.Module) -> nn.Module:
+    """With ones where fresh weights are next to zero, so that no block adds anything."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bn.weight", "gamma")):
+            nn.init.ones_(parameter)
+    return model
+
+
 def hugging_face(config: str, model: str, inputs: Any, **options: Any) -> Made:
     built = getattr(transformers, model)(getattr(transformers, config)(**options))
     return built, inputs
@@ -249,11 +257,21 @@ def levit_of_transformers() -> Made:
 
 
 @made
+@made
 def efficientformer() -> Made:
     from timm.models.efficientformer import EfficientFormer
 
     sizes = {"depths": (1, 1, 1, 1), "embed_dims": (8, 8, 16, 16), "num_vit": 1}
-    return EfficientFormer(num_classes=3, **sizes), normal(2, 3, 224, 224)
+    return unhidden(EfficientFormer(num_classes=3, **sizes)), normal(2, 3, 224, 224)
+
+
+@made
+def efficientvit() -> Made:
+    from timm.models.efficientvit_msra import EfficientVitMsra
+
+    sizes = {"embed_dim": (32, 48, 64), "key_dim": (8, 8, 8), "num_heads": (2, 3, 4)}
+    model = EfficientVitMsra(img_size=96, window_size=(3, 3, 3), num_classes=3, **sizes)
+    return unhidden(model), normal(2, 3, 96, 96)
 
 
 @made

@@ -26,7 +26,6 @@ ABOVE: dict[str, tuple[Callable[[], a.Made], str, dict[str, str]]] = {
 REFUSED: dict[str, tuple[Callable[[], a.Made], str]] = {
     "DeBERTa": (a.deberta, "transformers_deberta"),
     "XLNet": (a.xlnet, "transformers_relative_shift"),
-    "EfficientFormer": (a.efficientformer, "timm_efficientformer"),
 }
 
 

@@ -25,6 +25,7 @@ MODELS: dict[str, Callable[[], a.Made]] = {
     "timm Swin": a.swin,
     "timm BEiT": a.beit,
     "timm LeViT": a.levit,
+    "timm EfficientFormer": a.efficientformer,
     "transformers Swin": a.swin_of_transformers,
     "transformers Swinv2": a.swinv2_of_transformers,
     "transformers LeViT": a.levit_of_transformers,

@@ -32,25 +32,10 @@ def cait() -> nn.Module:
     return model
 
 
-def efficientformer() -> nn.Module:
-    from timm.models.efficientformer import EfficientFormer
+def efficientformer_v2() -> nn.Module:
+    from timm.models.efficientformer_v2 import Attention2d
 
-    model: nn.Module = EfficientFormer(
-        depths=(1, 1, 1, 2), embed_dims=(8, 8, 16, 16), num_vit=2, num_classes=3
-    )
-    return model
-
-
-def small_tables() -> nn.Module:
-    from timm.models.efficientformer_v2 import Attention2dDownsample
-    from timm.models.efficientvit_msra import CascadedGroupAttention
-
-    return nn.ModuleList(
-        [
-            Attention2dDownsample(16, key_dim=8, num_heads=2, resolution=4),
-            CascadedGroupAttention(16, key_dim=8, num_heads=2, attn_ratio=1, resolution=4),
-        ]
-    )
+    return nn.ModuleList([Attention2d(16, key_dim=8, num_heads=2, resolution=4)])
 
 
 def deberta(version: str) -> nn.Module:
@@ -182,8 +167,7 @@ SECOND = ("Inkling2SlidingAttention", "Inkling2FullAttention")
 LOOP = ("Inkling2LoopSlidingAttention", "Inkling2LoopFullAttention")
 CASES: dict[str, tuple[Any, dict[str, int], str]] = {
     "CaiT": (cait, {"unsupported": 2}, "mixes its heads"),
-    "EfficientFormer": (efficientformer, {"left alone": 2}, "next to nothing is gained"),
-    "EfficientFormer V2, EfficientViT": (small_tables, {"left alone": 2}, "instead of 9 to 32"),
+    "EfficientFormer V2": (efficientformer_v2, {"unsupported": 1}, "mixes its heads"),
     "DeBERTa": (lambda: deberta(""), {"unsupported": 2}, "full rank"),
     "DeBERTa V2": (lambda: deberta("V2"), {"unsupported": 2}, "full rank"),
     "XLNet": (xlnet, {"unsupported": 2}, "relative shift"),
@@ -248,20 +232,20 @@ def test_convit_mixes_two_softmaxes() -> None:
 
 
 def test_a_model_with_both_is_converted_as_far_as_it_goes() -> None:
-    """EfficientFormer's attention stays as it is beside a Swin that is converted."""
-    from timm.models.efficientformer import Attention
+    """CaiT's attention stays as it is beside a Swin that is converted."""
+    from timm.models.cait import TalkingHeadAttn
     from timm.models.swin_transformer import WindowAttention
 
     model = nn.ModuleDict(
-        {"small": Attention(16, 8, 2, resolution=3), "swin": WindowAttention(16, 2, window_size=4)}
+        {"mixes": TalkingHeadAttn(16, num_heads=2), "swin": WindowAttention(16, 2, window_size=4)}
     ).eval()
-    x, plain = torch.randn(2, 9, 16), copy.deepcopy(model["small"])
+    x, plain = torch.randn(2, 9, 16), copy.deepcopy(model["mixes"])
     plan = patch_model(model, force_all=True, backend="sdpa")
     assert {site.name: site.status for site in plan.sites} == {
-        "small": "left alone", "swin": "patched"
+        "mixes": "unsupported", "swin": "patched"
     }  # fmt: skip
     with torch.no_grad():
-        assert torch.equal(model["small"](x), plain(x))
+        assert torch.equal(model["mixes"](x), plain(x))
 
 
 def test_nobody_is_told_to_force_what_is_impossible() -> None:
@@ -269,4 +253,4 @@ def test_nobody_is_told_to_force_what_is_impossible() -> None:
         require_patched(inspect_model(cait()))
     assert raised.value.hint == ""
     with pytest.raises(NothingToConvertError, match="worth converting"):
-        require_patched(inspect_model(efficientformer()))
+        require_patched(inspect_model(aurora()))

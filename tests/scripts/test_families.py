@@ -76,7 +76,7 @@ def test_a_switch_that_changes_nothing_is_no_variant() -> None:
         parts.with_fused_attention(torch.nn.Linear(2, 2))
 
 
-def test_small_tables_are_computed_by_the_kernel_though_no_plan_says_so() -> None:
+def test_efficientformer_is_converted_beside_its_bias_in_torchs_attention() -> None:
     case = small_tables.cases(True)["efficientformer"]
     with torch.no_grad():
         ready = {way: case.prepare(way, CPU, torch.float32) for way in case.ways}
@@ -84,8 +84,8 @@ def test_small_tables_are_computed_by_the_kernel_though_no_plan_says_so() -> Non
         for other in others:
             torch.testing.assert_close(other, plain, rtol=1e-4, atol=1e-5)
         model = ready["exact"].model
-        sites = [m for m in model.modules() if isinstance(m, small_tables.FusedAttention)]
-        assert sites and not inspect_model(case.build(CPU)).patched
+        sites = [m for m in model.modules() if isinstance(m, PatchedAttention)]
+        assert len(sites) == len(inspect_model(case.build(CPU)).patched) > 0
         for site in sites:  # and their bias matters
             for name, tensor in site.score_bias.named_buffers():
                 if tensor.is_floating_point() and "bound" not in name:
@@ -93,8 +93,12 @@ def test_small_tables_are_computed_by_the_kernel_though_no_plan_says_so() -> Non
         assert not torch.allclose(model(*ready["exact"].args), plain, rtol=1e-2)
 
 
-@pytest.mark.parametrize("name", ["timm_levit, 384", "transformers_levit, as 384"])
-def test_levit_of_the_families_feels_its_bias(name: str) -> None:
+LIVELY = ["timm_levit, 384", "transformers_levit, as 384", "timm_efficientvit, M5",
+          "timm_efficientformer, L3", "timm_efficientformer_v2, L"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIVELY)
+def test_small_networks_of_the_families_feel_their_bias(name: str) -> None:
     """Fresh weights would hide it: the last norm of an attention begins at zero."""
     case = families.cases(True)[f"family-{name}"]
 
