@@ -307,9 +307,8 @@ class ScoreBiasModule(SavedTerms):
         for name, inputs in (built or {}).items():
             builder = self._builder(name)
             extra, without = (*extra, builder.make(**inputs)), without + builder.replaces
-        if (
-            self._own_heads is not None and heads is None
-        ):  # an owner makes terms for the heads of all processes
+        # an owner makes terms for the heads of all processes
+        if self._own_heads is not None and heads is None:
             extra = tuple(self._own_part(term) for term in extra)
         prepared = self.prepared(without, heads)
         # masks aside, the bound holds with them, too
