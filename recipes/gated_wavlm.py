@@ -56,8 +56,8 @@ recipe = Recipe(
         exact="its bias of the distance times the gate of each query, padding",
         n="any: 50 a second",
         tested=(
-            "the classes of github.com/microsoft/unilm at a commit, where they are fetched; "
-            "classes of the same interface"
+            "github.com/microsoft/unilm at 768a3c87, where it is fetched; classes of the same "
+            "interface"
         ),
     ),
 )
