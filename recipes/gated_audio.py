@@ -260,8 +260,8 @@ recipe = Recipe(
         exact="its bias of the distance times the gate of each query, padding",
         n="any: 8 for every 16 frames",
         tested=(
-            "github.com/microsoft/unilm at 768a3c87, where it is fetched; classes of the same "
-            "interface"
+            "github.com/microsoft/unilm at 768a3c87, where it is fetched; speechbrain 1.1; classes "
+            "of the same interface"
         ),
     ),
 )

@@ -203,7 +203,11 @@ def test_a_layer_called_by_itself_runs_the_original(name: str) -> None:
     model, plain = CASES[name].make(), CASES[name].make()
     CASES[name].patched(model)
     x = sound(model).transpose(0, 1)
-    assert torch.equal(model.layers[0](x)[2], plain.layers[0](x)[2])
+    right = plain.layers[0](x)[2]
+    assert torch.equal(model.layers[0](x)[2], right)
+    for handed in (right, right.flip(-1)):
+        out, expected = (one.layers[1](x, pos_bias=handed) for one in (model, plain))
+        assert torch.equal(out[0], expected[0]) and out[2] is handed
 
 
 @torch.no_grad()
