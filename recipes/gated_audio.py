@@ -204,7 +204,8 @@ def describe_gated(site: Site, patch: type[GatedAttention], what: str) -> Descri
     n, heads = site.tokens or 500, module.num_heads
     require_shared_heads(heads, first.relative_attention_bias)
     _try_out(module, patch, what)
-    _try_table(first, what)
+    if module is first:  # the weights of another may be elsewhere
+        _try_table(module, what)
     return Description(None, heads, n, n, module.head_dim, builders=("distance_table",))
 
 
@@ -234,10 +235,10 @@ def _try_out(module: Any, patch: type[GatedAttention], what: str) -> None:
     trial.require(call, right)
 
 
-def _try_table(first: Any, what: str) -> None:
-    """Raise UnsupportedSite unless the first layer makes a bias of the distance."""
-    trial, n = Trial(first, what), 40
-    make, far = trial.twin.compute_bias, 2 * first.max_distance
+def _try_table(module: Any, what: str) -> None:
+    """Raise UnsupportedSite unless it makes a bias of the distance."""
+    trial, n = Trial(module, what), 40
+    make, far = trial.twin.compute_bias, 2 * module.max_distance
     trial.redraw(trial.twin.relative_attention_bias.weight)
     trial.require(lambda: make(n, n), matrix_of(distance_values(trial.twin, n), n))
     values = distance_values(trial.twin, far)
