@@ -61,6 +61,9 @@ recipe = Recipe(
     about=About(
         models="the class of github.com/jaketae/alibi",
         exact="ALiBi, causal or not",
-        tested="a class of the same interface",
+        tested=(
+            "github.com/jaketae/alibi at 021acae3, where it is fetched; a class of the same "
+            "interface"
+        ),
     ),
 )

@@ -165,6 +165,9 @@ recipe = Recipe(
     about=About(
         models="MosaicBERT and networks with its code, which are tried out first",
         exact="ALiBi in both directions, padding",
-        tested="classes of the same interface",
+        tested=(
+            "github.com/mosaicml/examples at daddaeff, where it is fetched; classes of the same "
+            "interface"
+        ),
     ),
 )

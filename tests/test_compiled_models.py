@@ -93,7 +93,14 @@ def test_layers_of_one_kind_are_compiled_once(make: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["transformers_bloom", "transformers_t5", "transformers_wavlm", "transformers_donut_swin"],
+    [
+        "transformers_bloom",
+        "transformers_t5",
+        "transformers_wavlm",
+        "transformers_donut_swin",
+        "gated_audio",
+        "gated_wavlm",
+    ],
 )
 def test_models_are_compiled_once_in_one_graph(name: str) -> None:
     cases = families.cases(tiny=True)

@@ -1,4 +1,4 @@
-"""Models around the classes of `copies` and `copied_texts`: chains of blocks of published sizes."""
+"""Models around classes of `copies` and its neighbours: chains of blocks of published sizes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import copied_audio
 from .case import drawn
 from .copied_texts import BertEncoder, JinaBertEncoder, feed_forward
 from .copies import OCAB, ALiBiMultiHeadAttention, Attention, WindowAttention, overlap_index
@@ -68,6 +69,8 @@ def parts(s: Sizes) -> Parts:
     side, heads, width, across = (4, 2, 16, 2) if s.tiny else (12, 4, 128, 8)
     grid = 4 if s.tiny else 32
     hat = (layers, 12, 4, 2, 8) if s.tiny else (layers, 180, 16, 6, 64)
+    audio, spoken = max(1, s.batch // 2), 12 if s.tiny else 500
+    patches = 16 if s.tiny else 496  # 62 x 8, of 16 frames by 16 bands
 
     def chain(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         return lambda: Blocks(s.dim, [make() for _ in range(layers)])
@@ -90,6 +93,14 @@ def parts(s: Sizes) -> Parts:
         ),
         f"mosaic_bert, encoder of base, {layers} layers": (
             s.few, n, lambda: BertEncoder(layers, s.dim, s.heads, n), _text(n, s.dim, False),
+        ),
+        f"gated_audio, BEATs base, 10 s, {layers} layers": (
+            audio, patches, lambda: copied_audio.beats(layers, s.dim, s.heads),
+            normal((patches, s.dim)),
+        ),
+        f"gated_wavlm, base, 10 s, {layers} layers": (
+            audio, spoken, lambda: copied_audio.wavlm(layers, s.dim, s.heads),
+            normal((spoken, s.dim)),
         ),
         f"hat_overlap, 64 x 64, {layers} blocks": (
             s.few, hat[2] ** 2, lambda: Overlapping(*hat), normal((hat[4] ** 2, hat[1])),

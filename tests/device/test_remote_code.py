@@ -1,4 +1,4 @@
-"""Classes that come with a checkpoint, whose matrix is no buffer and moves when it is called."""
+"""Classes of repositories, some of whose matrices are no buffers and move when they are called."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flashbias_convert import patch_model, unpatch_model
+from tests.recipes import test_gated_audio as audio
 from tests.recipes import test_jina_bert as jina
 from tests.recipes import test_mosaic_bert as mosaic
 from tests.support import assert_parity
@@ -21,7 +22,17 @@ def of_jina() -> tuple[Any, tuple[Tensor, ...]]:
     return model, jina.inputs(model)
 
 
-MAKERS = {"jina": of_jina, "mosaic": lambda: (mosaic.make(), mosaic.inputs())}
+def of_audio(make: audio.Make) -> tuple[Any, tuple[Tensor, ...]]:
+    model = audio.built(make)
+    return model, (audio.sound(model), audio.padding())
+
+
+MAKERS = {
+    "jina": of_jina,
+    "mosaic": lambda: (mosaic.make(), mosaic.inputs()),
+    "beats": lambda: of_audio(audio.beats),
+    "wavlm": lambda: of_audio(audio.wavlm),
+}
 
 
 @pytest.mark.parametrize("name", list(MAKERS))

@@ -144,13 +144,6 @@ def aurora() -> nn.Module:
     return nn.Sequential(stand_in("aurora.model.swin3d.WindowAttention", window_size=(2, 6, 12)))
 
 
-def gated(first: bool, gate: bool) -> nn.Module:
-    return stand_in(
-        "backbone.MultiheadAttention", has_relative_attention_bias=first, gru_rel_pos=gate,
-        num_buckets=32, compute_bias=lambda queries, keys: None,
-    )  # fmt: skip
-
-
 def graphormer() -> nn.Module:
     return nn.ModuleList(
         [
@@ -189,9 +182,6 @@ CASES: dict[str, tuple[Any, dict[str, int], str]] = {
     "CPM-Ant": (cpm_ant, {"unsupported": 2}, "segments of each batch"),
     "DiNAT": (dinat, {"unsupported": 1}, "around it alone"),
     "Aurora": (aurora, {"left alone": 1}, "no relative positions"),
-    "BEATs, first layer": (lambda: gated(True, True), {"unsupported": 1}, "gates it by the tokens"),
-    "WavLM, other layers": (lambda: gated(False, True), {"unsupported": 1}, "gates it"),
-    "BEATs without": (lambda: gated(False, False), {"left alone": 1}, "no relative positions"),
     "Graphormer": (graphormer, {"unsupported": 2}, "full rank"),
     "rotary Conformer": (lambda: conformer("rotary"), {"left alone": 2}, "no relative positions"),
 }  # fmt: skip

@@ -136,7 +136,7 @@ def test_models_that_are_written_here_are_converted_exactly(name: str) -> None:
 ATTENTIONS = {
     "LayoutLMv2SelfAttention", "PPDocLayoutV2ReadingOrderSelfAttention", "WindowAttention",
     "Attention", "ALiBiMultiHeadAttention", "JinaBertSelfAttention", "BertUnpadSelfAttention",
-    "OCAB",
+    "MultiheadAttention", "OCAB",
 }  # fmt: skip
 
 
