@@ -12,7 +12,8 @@ from torch import Tensor
 
 from .descriptors import TileDescriptor, dense_tiles
 from .factors import SMALLEST_SCALE
-from .launch_plan import MAX_PLANS, LaunchPlan, layout_of
+from .hopper import rules as hopper
+from .launch_plan import MAX_PLANS, Launchable, LaunchPlan, layout_of
 from .local_settings import settings_for
 from .packing import GroupSpec
 from .parted_plan import PartedPlan
@@ -39,7 +40,7 @@ from .tuning import LaunchSettings, LaunchShape
 TILED = ("q", "k", "v", "phi_k", "dense", "lookup_code")
 
 #: plans and their settings; None: more batch dimensions than the kernel walks
-_PLANS: dict[Hashable, tuple[LaunchPlan | PartedPlan, LaunchSettings] | None] = {}
+_PLANS: dict[Hashable, tuple[Launchable, LaunchSettings] | None] = {}
 _UNKNOWN: Any = object()
 #: stands in the keys of plans with smaller settings than those of their shape, see `room`
 _SMALLER = "smaller"
@@ -173,7 +174,7 @@ def _plan(
     cosine: bool,
     bounded: bool,
     plain_scale: bool,
-) -> tuple[LaunchPlan | PartedPlan, LaunchSettings] | None:
+) -> tuple[Launchable, LaunchSettings] | None:
     """Work out arguments and grid; see `launch` for the arguments.
 
     Returns:
@@ -246,6 +247,10 @@ def _plan(
         whole_rows=("ALIGNED_ROWS", ("k_ptr", "v_ptr")),
         tiles=None if tiles is None else ("dense_desc", "dense_ptr", tiles),
     )
+    if parts == 1 and _forced is None and hopper.serves(spec, tensors, **options):
+        from .hopper.plan import HopperPlan
+
+        return HopperPlan(tensors, spec.columns, plan), settings
     if parts == 1:
         return plan, settings
     return PartedPlan(plan, values, tuple(tensors), parts=parts, rows=entries * n), settings

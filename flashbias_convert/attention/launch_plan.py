@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,15 @@ from .strides import VECTOR_BYTES
 #: How many plans to keep of a kind; a model has a few dozen.
 MAX_PLANS = 4096
 _AS_IT_IS = nullcontext()
+
+
+class Launchable(Protocol):
+    """What launches a call."""
+
+    def run(
+        self, device: torch.device, tensors: Iterable[Tensor], numbers: Sequence[float] = ()
+    ) -> None:
+        """Launch on `device`, on which the tensors are; numbers are the scale and a position."""
 
 
 class LaunchPlan:

@@ -45,6 +45,8 @@ from flashbias_convert.attention import (
 from flashbias_convert.attention.arguments import check_arguments
 from flashbias_convert.attention.factor_columns import column_gradients, columns_by_name
 from flashbias_convert.attention.factors import column_tops
+from flashbias_convert.attention.hopper import plan as hopper_plan
+from flashbias_convert.attention.hopper import rules as hopper_rules
 from flashbias_convert.attention.operator import training_attention, triton_attention
 
 from .sass import unwritten_registers
@@ -159,6 +161,7 @@ def compile_attention(
     bias: ScoreBias | None = None,
     *,
     card: Card = HOPPER,
+    hopper: bool = False,
     **options: Any,
 ) -> list[Compiled]:
     """Compile what `flashbias_attention(q, k, v, bias, **options)` would launch, in order.
@@ -166,11 +169,12 @@ def compile_attention(
     Args:
         q, k, v: tensors on the CPU; their values do not matter.
         card: the one that is not there.
+        hopper: with the kernel for Hopper where it serves a call.
         bias, options: as for `flashbias_attention`.
     """
     call: dict[str, Any] = {"scale": None, "causal": False, "query_start": None, "key_mask": None}
     args = check_arguments(q, k, v, **{**call, "cosine": False, **options})
-    with _recording(card=card) as compiled:
+    with _recording(card=card, hopper=hopper) as compiled:
         triton_attention(q, k, v, None if bias is None else PreparedBias(bias), args)
     return compiled
 
@@ -248,7 +252,9 @@ def compile_factors(
 
 
 @contextmanager
-def _recording(with_forward: bool = True, card: Card = HOPPER) -> Iterator[list[Compiled]]:
+def _recording(
+    with_forward: bool = True, card: Card = HOPPER, hopper: bool = False
+) -> Iterator[list[Compiled]]:
     compiled: list[Compiled] = []
     attention = triton_forward.attention_kernel
     with ExitStack() as stack:
@@ -262,6 +268,10 @@ def _recording(with_forward: bool = True, card: Card = HOPPER) -> Iterator[list[
         stack.enter_context(mock.patch.object(launch, "_kernel", lambda: forward))
         shared = _Recorder(triton_shared.shared_dense_kernel, compiled, card)
         stack.enter_context(mock.patch.object(launch, "_shared_kernel", lambda: shared))
+        stack.enter_context(mock.patch.object(hopper_rules, "is_there", lambda _: hopper))
+        if hopper:
+            own = _Recorder(hopper_plan._kernel(), compiled, card)
+            stack.enter_context(mock.patch.object(hopper_plan, "_kernel", lambda: own))
         for module, name in KERNELS:
             recorder = _Recorder(getattr(module, name), compiled, card)
             stack.enter_context(mock.patch.object(module, name, recorder))

@@ -1,0 +1,77 @@
+"""Which launches the Hopper kernel serves; nothing here imports Triton's compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ..packing import GroupSpec
+
+#: versions of Triton, whose Gluon the kernel was tested with on a card
+VERSIONS = ((3, 6),)
+CAPABILITY = (9, 0)
+#: by head size: padded columns of factors that fit the memory of a multiprocessor
+COLUMNS = {64: (0, 16, 32, 64, 128), 128: (0, 16, 32, 64)}
+#: by head size: fewest tokens from which on it was faster
+SHORTEST = {64: 2048, 128: 1024}
+#: fewest scores of a call: with less the host takes longer to describe tensors than the card works
+FEWEST_SCORES = 2**28
+#: without quick steps, which fp16 has no range for, it is faster with wide heads alone
+FP16_FROM = 128
+#: queries of a program
+BLOCK_M = 128
+#: most blocks of queries that a multiprocessor may have to look at in the second pass
+MARKS = 2048
+_KNOWN = {"q", "k", "v", "o", "phi_q", "phi_k"}
+
+
+def serves(
+    spec: GroupSpec,
+    tensors: Mapping[str, Tensor],
+    *,
+    plain_scale: bool,
+    causal: bool,
+    cosine: bool,
+    bounded: bool,
+) -> bool:
+    """Whether the kernel can serve a launch, and is worth it.
+
+    Args:
+        plain_scale: one number for all heads, positive and no tiny one.
+        spec, tensors, causal, cosine, bounded: see `launch.launch`.
+    """
+    if spec.heads is not None or not _KNOWN.issuperset(tensors):
+        return False
+    if causal or cosine or bounded or not plain_scale or (spec.columns and not spec.scaled):
+        return False
+    q = tensors["q"]
+    n, d = q.shape[-2:]
+    if q.dim() not in (3, 4) or spec.columns not in COLUMNS.get(d, ()) or n < SHORTEST[d]:
+        return False
+    if n * n * (q.numel() // (n * d)) < FEWEST_SCORES:
+        return False
+    if q.dtype != torch.bfloat16 and (q.dtype != torch.float16 or d < FP16_FROM):
+        return False
+    whole = all(tensors[name].shape == q.shape for name in ("k", "v", "o"))
+    return whole and all(map(copyable, tensors.values())) and is_there(q.device)
+
+
+def copyable(x: Tensor) -> bool:
+    """Whether the card can copy tiles of it, if it begins where it should."""
+    *lead, last = x.stride()
+    return last == 1 and all(step * x.element_size() % 16 == 0 for step in lead)
+
+
+@cache
+def is_there(device: torch.device) -> bool:
+    """Whether the card is a Hopper, and Triton one of the versions."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    if torch.cuda.get_device_capability(device) != CAPABILITY:
+        return False
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) in VERSIONS

@@ -1,0 +1,185 @@
+"""The kernel for Hopper on such a card: as near to float64 as the usual kernel, whatever comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashbias_convert import LowRank, ScoreBias
+from flashbias_convert.attention import PreparedBias, flashbias_attention, launch
+from flashbias_convert.attention.hopper import rules
+
+from .cases import Inputs, check
+from .conftest import HAS_GPU
+from .test_card import assert_replays_follow
+
+CUDA = torch.device("cuda")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (HAS_GPU and rules.is_there(CUDA)), reason="needs a Hopper and its version of Triton"
+    ),
+]
+BF16, FP16 = torch.bfloat16, torch.float16
+KINDS = [(64, BF16), (128, BF16), (128, FP16)]
+
+
+@pytest.fixture(autouse=True)
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """All lengths are served, and how many launches were is told; none goes elsewhere."""
+    from flashbias_convert.attention.hopper.plan import HopperPlan
+
+    ran: list[int] = []
+    run = HopperPlan.run
+
+    def counted(self: Any, *args: Any) -> None:
+        ran.append(1)
+        run(self, *args)
+        assert not self._fails
+
+    monkeypatch.setattr(rules, "SHORTEST", dict.fromkeys(rules.SHORTEST, 1))
+    monkeypatch.setattr(rules, "FEWEST_SCORES", 1)
+    monkeypatch.setattr(launch, "_PLANS", {})
+    monkeypatch.setattr(HopperPlan, "run", counted)
+    yield ran
+    assert ran
+
+
+def inputs(d: int, dtype: torch.dtype, n: int, **sizes: Any) -> Inputs:
+    return Inputs(CUDA, dtype, n=n, m=n, d=d, dv=d, **{"batch": (2,), "heads": 3, **sizes})
+
+
+def usual(*args: Any, **kwargs: Any) -> Tensor:
+    """The other kernel's result."""
+    shortest = dict.fromkeys(rules.SHORTEST, 2**31)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rules, "SHORTEST", shortest)
+        patch.setattr(launch, "_PLANS", {})
+        return flashbias_attention(*args, backend="triton", **kwargs)
+
+
+@pytest.mark.parametrize("n", [1, 40, 64, 127, 128, 129, 192, 255, 256, 300, 577, 1025])
+@pytest.mark.parametrize(("d", "dtype"), KINDS)
+def test_every_length(d: int, dtype: torch.dtype, n: int) -> None:
+    x = inputs(d, dtype, n)
+    check(x, None, "triton")
+    check(x, x.bias(x.low_rank(7, split=0)), "triton", scale=0.3)
+
+
+@pytest.mark.parametrize("rank", [1, 16, 17, 32, 64, 128])
+@pytest.mark.parametrize(("d", "dtype"), KINDS)
+def test_every_number_of_columns(d: int, dtype: torch.dtype, rank: int) -> None:
+    if rank not in range(max(rules.COLUMNS[d]) + 1):
+        rank = 5
+    x = inputs(d, dtype, 333)
+    check(x, x.bias(x.low_rank(rank, split=0)), "triton")
+
+
+@pytest.mark.parametrize("split", [1, 4])
+@pytest.mark.parametrize(("d", "dtype"), KINDS)
+def test_columns_in_two_parts(d: int, dtype: torch.dtype, split: int) -> None:
+    x = inputs(d, dtype, 300)
+    check(x, x.bias(x.low_rank(5, split=split)), "triton")
+
+
+@pytest.mark.parametrize("n", [300, 1300])
+@pytest.mark.parametrize("rise", [-1e4, -300.0, -30.0, 30.0, 300.0, 1e4])
+@pytest.mark.parametrize(("d", "dtype"), KINDS)
+def test_levels_of_the_first_tile_that_are_no_good(
+    d: int, dtype: torch.dtype, rise: float, n: int
+) -> None:
+    """A stretch of keys is far above all others, or below, and so are all but the first."""
+    x = inputs(d, dtype, n)
+    for stretch in (slice(n - 40, n), slice(0, 130), slice(130, 140)):
+        phi_k = torch.zeros(x.heads, n, 1, device=CUDA)
+        phi_k[:, stretch] = rise / 16
+        term = LowRank(phi_q=torch.full((x.heads, n, 1), 16.0, device=CUDA), phi_k=phi_k, split=0)
+        check(x, x.bias(term), "triton")
+
+
+@pytest.mark.parametrize("level", [-2e4, -100.0, 100.0, 2e4])
+@pytest.mark.parametrize(("d", "dtype"), KINDS)
+def test_every_score_is_far_from_zero(d: int, dtype: torch.dtype, level: float) -> None:
+    x = inputs(d, dtype, 400)
+    phi_k = torch.full((x.heads, x.n, 1), level / 16, device=CUDA)
+    term = LowRank(phi_q=torch.full((x.heads, x.n, 1), 16.0, device=CUDA), phi_k=phi_k, split=0)
+    check(x, x.bias(term), "triton")
+
+
+def test_only_blocks_of_some_heads_are_computed_again() -> None:
+    """A long call in which one row of one head needs it."""
+    x = inputs(64, BF16, 2000, batch=(3,), heads=8)
+    x.k[1, 5, 1900] = 40.0 * x.q[1, 5, 777].sign()
+    check(x, None, "triton")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_what_is_not_finite_shows_where_it_does_elsewhere(name: str, value: float) -> None:
+    x = inputs(64, BF16, 300)
+    getattr(x, name)[1, 2, 200, 5] = value
+    out = flashbias_attention(x.q, x.k, x.v, backend="triton")
+    expected = usual(x.q, x.k, x.v)
+    assert torch.equal(out.isfinite(), expected.isfinite()) and not out.isfinite().all()
+    torch.testing.assert_close(out, expected, equal_nan=True, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("layout", ["packed", "heads first", "one of a batch", "bare"])
+def test_layouts(layout: str) -> None:
+    x = inputs(64, BF16, 300)
+    if layout == "packed":
+        x.q, x.k, x.v = (
+            t.transpose(1, 2)
+            for t in torch.stack([x.q, x.k, x.v], 2).transpose(1, 3).contiguous().unbind(2)
+        )
+    elif layout == "one of a batch":
+        x.q, x.k, x.v = (t[1:] for t in (x.q, x.k, x.v))
+        x.batch = (1,)
+    elif layout == "bare":
+        x.q, x.k, x.v = (t[0] for t in (x.q, x.k, x.v))
+        x.batch = ()
+    check(x, x.bias(x.low_rank(9, split=0)), "triton")
+
+
+def test_factors_of_each_batch_entry() -> None:
+    x = inputs(64, BF16, 300)
+    one = x.low_rank(6, split=0)
+    phi_q = torch.stack([one.phi_q, 2 * one.phi_q])
+    bias = x.bias(LowRank(phi_q=phi_q, phi_k=one.phi_k, split=0))
+    check(x, bias, "triton")
+
+
+@pytest.mark.parametrize(("d", "dtype"), KINDS)
+def test_replays_and_repeats_have_the_same_bits(d: int, dtype: torch.dtype) -> None:
+    x = inputs(d, dtype, 700)
+    added = PreparedBias(ScoreBias((x.low_rank(8, split=0),), x.heads))
+
+    def call() -> Tensor:
+        return flashbias_attention(x.q, x.k, x.v, added, backend="triton")
+
+    first = call()
+    assert all(torch.equal(call(), first) for _ in range(100))
+    assert_replays_follow(call, x)
+
+
+def test_a_tensor_that_is_not_aligned_goes_to_the_usual_kernel() -> None:
+    x = inputs(64, BF16, 300)
+    check(x, None, "triton")
+    apart = torch.empty(x.q.numel() + 1, dtype=BF16, device=CUDA)[1:].view(x.q.shape)
+    apart.copy_(x.q)
+    out = flashbias_attention(apart, x.k, x.v, backend="triton")
+    assert torch.equal(out, usual(x.q, x.k, x.v))
+
+
+def test_a_compiled_call_takes_it() -> None:
+    x = inputs(64, BF16, 512)
+    added = PreparedBias(ScoreBias((x.low_rank(8, split=0),), x.heads))
+
+    def call(q: Tensor) -> Tensor:
+        return flashbias_attention(q, x.k, x.v, added, backend="triton")
+
+    assert torch.equal(torch.compile(call, fullgraph=True)(x.q), call(x.q))
