@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 #: longer messages are cut in the middle
 _LONGEST = 1200
 
@@ -18,20 +20,31 @@ def one_line(text: str) -> str:
 class FlashBiasError(Exception):
     """Base of all errors that this package raises on purpose.
 
-    What a message quotes may come from a file or from another library: it becomes one printable
-    line of bounded length.
+    What a message quotes may come from a file or from another library: `str` makes one printable
+    line of bounded length of it.
 
-    Attributes:
+    Args:
+        message: what was expected, and what came.
         hint: the next step, one sentence, or an empty string.
     """
 
-    def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(one_line(message))
-        self.hint = one_line(hint)
+    if TYPE_CHECKING:
+        # None at run time: torch.compile cannot trace `Exception.__init__`, and where it may not
+        # leave its graph (fullgraph=True) it would complain of that, and never say these words.
+        def __init__(self, message: str, hint: str = "", /) -> None: ...
+
+    @property
+    def message(self) -> str:
+        """What `str` says, without the hint."""
+        return one_line(str(self.args[0])) if self.args else ""
+
+    @property
+    def hint(self) -> str:
+        """The next step, one sentence, or an empty string."""
+        return one_line(str(self.args[1])) if len(self.args) > 1 else ""
 
     def __str__(self) -> str:
-        message = super().__str__()
-        return f"{message} ({self.hint})" if self.hint else message
+        return f"{self.message} ({self.hint})" if self.hint else self.message
 
 
 class UsageError(FlashBiasError, ValueError):

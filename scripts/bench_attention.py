@@ -211,6 +211,16 @@ def waves(names: list[str], size: int) -> list[list[str]]:
     return together + [[x] for x in large]
 
 
+def require_card(device: torch.device) -> None:
+    """Leave with words, and before any table is touched, where a CUDA card is wanting.
+
+    Raises:
+        SystemExit: the device is a CUDA card, and this machine has none.
+    """
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("this machine has no CUDA card: nothing can be measured here")
+
+
 def main() -> None:
     """Time every peer on every shape; print and write a table and a picture."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -222,6 +232,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="keep the rows of the output")
     parser.add_argument("--output", type=Path, default=ROOT / "scripts/results/bench_attention.csv")
     options = parser.parse_args()
+    require_card(DEVICE)
     started = time.monotonic()
     for names in waves(_left(options), options.together):
         left = options.stop_s - (time.monotonic() - started)

@@ -22,7 +22,15 @@ import row_file
 import torch
 from attention_peers import peers
 from attention_shapes import Shape, alibi, low_rank
-from bench_attention import CRASHED, DEVICE, OUT_OF_MEMORY, machine, ready, timed
+from bench_attention import (
+    CRASHED,
+    DEVICE,
+    OUT_OF_MEMORY,
+    machine,
+    ready,
+    require_card,
+    timed,
+)
 from failures import LACKED
 from given_kernel import GivenKernel
 from torch import Tensor
@@ -263,6 +271,7 @@ def measure(
     series: Sequence[str], lengths: Sequence[int], kernel: Path | None, output: Path, resume: bool
 ) -> None:
     """Measure what has no row, and draw all."""
+    require_card(DEVICE)
     row_file.begin(output, FIELDS, resume=resume)
     wanted = jobs(series, lengths, kernel, output)
     for long in (False, True):

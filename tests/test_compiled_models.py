@@ -7,6 +7,7 @@ and no compiler for C++ is needed; compilations are counted.
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -59,6 +60,9 @@ def _fresh() -> None:
 def swinv2() -> tuple[nn.Module, list[nn.Module], tuple[Any, ...]]:
     sizes = {"img_size": 16, "patch_size": 2, "embed_dim": 16, "depths": [3], "num_heads": [2]}
     model: Any = timm.create_model("swinv2_tiny_window8_256", **sizes, drop_path_rate=0.0)
+    for block in model.layers[0].blocks:  # zero: blocks would add nothing to what comes in
+        nn.init.ones_(block.norm1.weight)
+        nn.init.ones_(block.norm2.weight)
     return model, list(model.layers[0].blocks), (torch.randn(2, 3, 16, 16),)
 
 
@@ -72,6 +76,21 @@ def gpt2() -> tuple[nn.Module, list[nn.Module], tuple[Any, ...]]:
     sizes = {"vocab_size": 50, "n_embd": 32, "n_layer": 3, "n_head": 4, "use_cache": False}
     model = AlibiGPT2LMHeadModel(AlibiGPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
     return model, list(model.transformer.h), (torch.arange(12)[None],)
+
+
+@pytest.mark.parametrize("make", [swinv2, bloom, gpt2])
+def test_outputs_depend_on_attention(make: Callable[[], Any]) -> None:
+    """Or no test that compares them could fail."""
+    model, layers, inputs = make()
+    model.eval()
+    with torch.no_grad():
+        (before,) = tensors_of(model(*inputs)).values()
+        for layer in layers:
+            for name, parameter in layer.named_parameters():
+                if re.search(r"qkv|query_key_value|c_attn", name):
+                    parameter.mul_(-3)
+        (after,) = tensors_of(model(*inputs)).values()
+    assert float((after - before).abs().max()) > 1e-2 * float(before.abs().max())
 
 
 @pytest.mark.parametrize("make", [swinv2, bloom, gpt2])

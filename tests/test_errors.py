@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 
-from flashbias_convert.errors import CheckpointError, FlashBiasError, one_line
+from flashbias_convert.errors import (
+    CheckpointError,
+    FlashBiasError,
+    StaleTermsError,
+    UnknownArchitectureError,
+    VerificationError,
+    one_line,
+)
 
 
 @pytest.mark.parametrize(
@@ -19,7 +29,7 @@ from flashbias_convert.errors import CheckpointError, FlashBiasError, one_line
 )
 def test_a_message_is_one_printable_line(text: str, shown: str) -> None:
     error = CheckpointError(text, text)
-    assert error.args == (shown,) and error.hint == shown
+    assert error.message == shown and error.hint == shown
     assert str(error) == f"{shown} ({shown})"
 
 
@@ -27,3 +37,19 @@ def test_a_message_is_not_as_long_as_what_it_quotes() -> None:
     text = one_line("a" * 10_000 + "b" * 10_000)
     assert len(text) < 1300 and text.startswith("aaa") and text.endswith("bbb")
     assert len(str(FlashBiasError("x" * 10_000, "y" * 10_000))) < 2500
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        StaleTermsError("the weights have changed", "patch again"),
+        StaleTermsError("the weights have changed"),
+        VerificationError("too far", "look closer", verification=(1, 2)),
+        UnknownArchitectureError("which one?", "say so", candidates=("a", "b")),
+    ],
+)
+def test_errors_cross_processes_as_they_are(error: FlashBiasError) -> None:
+    for other in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(other) is type(error) and str(other) == str(error)
+        assert (other.message, other.hint) == (error.message, error.hint)
+        assert vars(other) == vars(error)

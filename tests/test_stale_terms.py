@@ -120,6 +120,29 @@ def test_training_makes_terms_stale(change: Callable[[ToyModel], None], compiled
             call(make_input())
 
 
+def write_and_look(model: ToyModel) -> None:
+    change_table(model)
+    model.eval()
+
+
+@pytest.mark.parametrize("change", [load_other_weights, write_and_look, train_a_step])
+@pytest.mark.parametrize("ran_before", [False, True])
+def test_a_whole_graph_is_refused_in_the_words_of_the_error(change: Any, ran_before: bool) -> None:
+    """fullgraph=True raises an error of torch.compile in any case: ours has to be told in it."""
+    torch.compiler.reset()
+    model = make_model()
+    patch(model)
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    if ran_before:
+        run(compiled)
+    change(model)
+    words = "(?s)StaleTermsError.*BiasedAttention have changed since.*run unpatch_model and patch"
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=words):
+        run(compiled)
+    with pytest.raises(StaleTermsError, match=r"BiasedAttention have changed since.*\(run unpatch"):
+        run(torch.compile(model, backend="eager"))
+
+
 def test_training_something_else_keeps_terms() -> None:
     model = make_model()
     patch(model)

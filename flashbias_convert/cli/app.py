@@ -138,7 +138,7 @@ def _report(error: Exception, arguments: Sequence[str]) -> int:
 
 def _describe(error: Exception) -> tuple[str, str, ExitCode]:
     if isinstance(error, FlashBiasError):
-        return str(error.args[0]), error.hint, exit_code_of(error)
+        return error.message, error.hint, exit_code_of(error)
     if hasattr(error, "format_message"):  # an option that typer refused
         return error.format_message(), f"see {PROGRAM} --help", ExitCode.USAGE
     message = f"{type(error).__name__}: {error}"

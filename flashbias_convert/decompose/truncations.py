@@ -215,4 +215,4 @@ def _attempt(
     except DecompositionError as error:
         if options.method == "auto":
             return None
-        raise DecompositionError(f"{name or 'a bias'}: {error.args[0]}", error.hint) from error
+        raise DecompositionError(f"{name or 'a bias'}: {error.message}", error.hint) from error

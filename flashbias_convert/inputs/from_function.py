@@ -34,7 +34,7 @@ def function_inputs(model: nn.Module, function: str | Callable[..., Any], sample
     try:
         iterator = iter(as_calls(made))
     except UsageError as error:
-        raise UsageError(f"what {name} returns: {error.args[0]}", error.hint) from error
+        raise UsageError(f"what {name} returns: {error.message}", error.hint) from error
 
     def batches() -> Iterator[Batch]:
         taken = 0

@@ -2,8 +2,10 @@
 
 python scripts/paper/alibi_in_kernel.py [--tiny] [--device cpu] [--rows FILE.csv ...]
 
-Inference, N = 2,048, batch 8. The peer is FlexAttention with ALiBi in its score_mod, in the place
-of FlashAttention's ALiBi_slopes, which PyTorch does not come with.
+Inference, N = 2,048, batch 8 where it is measured here, 1 in the rows of `bench_models.py`, which
+made the table in `scripts/results/paper/` (--rows). The peer is FlexAttention with ALiBi in its
+score_mod, in the place of FlashAttention's ALiBi_slopes, which PyTorch does not come with; all are
+compared with torch's attention without a bias, as in the paper.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ TABLE = PaperTable(
         "flex-alibi": Published("FlashAttention with ALiBi_slopes", 38.98, 0.21),
         "exact": Published("FlashBias with decomposition in JIT", 38.98, 0.21),
     },
-    variants=("none", "flex-alibi", "exact", "none-compiled", "none-cudnn-compiled",
+    variants=("none", "none-cudnn", "flex-alibi", "exact", "none-compiled", "none-cudnn-compiled",
               "flex-alibi-compiled", "exact-compiled"),
 )  # fmt: skip
 

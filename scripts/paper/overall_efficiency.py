@@ -34,7 +34,16 @@ TABLE = PaperTable(
         "exact": Published("FlashBias"),
         "plain Transformer 16384: exact": Published("FlashBias", note=_TEXT),
     },
-    variants=("original", "sdpa", "flex", "none", "exact", "*-compiled"),
+    variants=(
+        "original",
+        "sdpa",
+        "sdpa-cudnn",
+        "flex",
+        "none",
+        "none-cudnn",
+        "exact",
+        "*-compiled",
+    ),
     by_length=True,
 )
 

@@ -34,7 +34,18 @@ TABLE = PaperTable(
         "sdpa": Published("FlashAttention w/ bias", 79.649, 5.560, 13186),
         "svd-56": Published("FlashBias", 76.779, 2.690, 12222, "R = 56, difference 0.0003"),
     },
-    variants=("none", "original", "sdpa", "flex", "svd-56", "exact", "ours", "*-compiled"),
+    variants=(
+        "none",
+        "none-cudnn",
+        "original",
+        "sdpa",
+        "sdpa-cudnn",
+        "flex",
+        "svd-56",
+        "exact",
+        "ours",
+        "*-compiled",
+    ),
 )
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ class PaperTable:
         if self.by_length:
             figure.draw_lengths(table.rows, picture, self.title)
         else:
-            figure.draw(table.rows, picture, self.title)
+            figure.draw(table.rows, picture, self.title, self.unit, self.per_ms)
         passage = f"{self._caption(table.rows)}\n\n{beside(table.rows, self.unit)}\n"
         options.output.with_suffix(".md").write_text(passage)
         print(passage)
@@ -158,16 +158,17 @@ class PaperTable:
             writer.writerows(table.rows)
 
     def _lend(self, rows: Sequence[dict[str, str]]) -> None:
-        """Set the paper's numbers beside a compiled row, or cuDNN's, if no eager one is there."""
+        """Set the paper's numbers beside an eager row, of cuDNN's, too, or else a compiled one."""
         known = {(row["model"], row["variant"]) for row in rows}
         for row in rows:
-            way, mode = split_variant(row["variant"])
-            plain = way.removesuffix("-cudnn")
-            earlier = [plain, f"{plain}-compiled"] if way != plain else [plain]
-            if mode != "compiled" or any((row["model"], name) in known for name in earlier):
-                continue
+            plain = split_variant(row["variant"])[0].removesuffix("-cudnn")
+            order = [
+                f"{plain}{cudnn}{mode}" for mode in ("", "-compiled") for cudnn in ("", "-cudnn")
+            ]
+            first = next((name for name in order if (row["model"], name) in known), None)
             found = self.published.get(f"{row['model']}: {plain}") or self.published.get(plain)
-            row.update(found.columns() if found else {})
+            if found is not None and row["variant"] == first:
+                row.update(found.columns())
 
 
 def taken(

@@ -33,7 +33,17 @@ TABLE = PaperTable(
         "flex": Published("FlexAttention", 2.885, 2.705, 25986, "Acc@1 87.142 %"),
         "ours": Published("FlashBias", 0.190, 0.010, 9429, "Acc@1 87.186 %"),
     },
-    variants=("none", "original", "sdpa", "flex", "ours", "exact", "*-compiled"),
+    variants=(
+        "none",
+        "none-cudnn",
+        "original",
+        "sdpa",
+        "sdpa-cudnn",
+        "flex",
+        "ours",
+        "exact",
+        "*-compiled",
+    ),
 )
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from flashbias_convert.benchmark import peers
 
@@ -34,30 +34,24 @@ class HandAttention(nn.Module):
         bias: masks included, shape (P, H, N, N): entry b of the batch takes bias b % P. Not used
             without a bias: there are no masks then, either.
         scale: of the scores.
-        causal: hide the keys after a query; `SDPA` has that in its bias.
     """
 
     bias: Tensor
 
-    def __init__(self, way: str, bias: Tensor, scale: float, causal: bool = False) -> None:
+    def __init__(self, way: str, bias: Tensor, scale: float) -> None:
         super().__init__()
         self.cudnn, way = way in CUDNN, CUDNN.get(way, way)
-        self.way, self.scale, self.causal = way, scale, causal
+        self.way, self.scale = way, scale
         self.windows = len(bias)
-        n, m = bias.shape[-2:]
-        self.keys = m
+        self.keys = bias.shape[-1]
         if way != NO_BIAS:  # with its padding: a slice would lose that when it is cast
             self.register_buffer("bias", with_aligned_rows(bias.detach()), persistent=False)
         self._flex = flex_on(bias.device) if way == FLEX else None
-        hide = way == FLEX and causal
-        self._blocks = (
-            create_block_mask(causal_mask, None, None, n, m, device=bias.device) if hide else None
-        )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Shapes (B, H, N, D) to the same shape."""
         if self.way == NO_BIAS:
-            return sdpa(q, k, v, None, self.scale, causal=self.causal, cudnn=self.cudnn)
+            return sdpa(q, k, v, None, self.scale, cudnn=self.cudnn)
         if self.way == SDPA:
             return self._sdpa(q, k, v)
         if self.way == FLEX:
@@ -85,9 +79,9 @@ class HandAttention(nn.Module):
     def _flexible(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert self._flex is not None
         if self.windows == 1:
-            return self._flex(q, k, v, self._matrix()[0], None, self._blocks, self.scale)
+            return self._flex(q, k, v, self._matrix()[0], None, None, self.scale)
         place = torch.arange(len(q), device=q.device) % self.windows
-        return self._flex(q, k, v, self._matrix(), place, self._blocks, self.scale)
+        return self._flex(q, k, v, self._matrix(), place, None, self.scale)
 
 
 def aligned(keys: int) -> int:

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "paper"))
 
 import attention_peers
+import attention_speed
 import bench_attention
 import bench_lengths
 import row_file
@@ -112,6 +114,18 @@ def test_want_of_memory_beside_others_is_no_row(
     assert len(rows) == every and rows.count((peer, bench_attention.OUT_OF_MEMORY)) == 2
     wanting.asked.clear()
     assert run(script, monkeypatch, output, *words, "--resume") == rows and not wanting.asked
+
+
+@pytest.mark.parametrize("script", [*WORDS, attention_speed], ids=lambda script: script.__name__)
+def test_a_machine_without_a_card_is_told_so_and_keeps_its_table(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    output = tmp_path / "table.csv"
+    output.write_text("measured before\n")
+    with pytest.raises(SystemExit, match="no CUDA card"):
+        run(script, monkeypatch, output)
+    assert output.read_text() == "measured before\n"
 
 
 def test_a_shape_that_was_cut_goes_on(

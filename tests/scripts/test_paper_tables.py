@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path[:0] = [str(SCRIPTS), str(SCRIPTS / "paper")]
 
-from paper_tables import PaperTable, Published  # noqa: E402
+from paper_tables import PaperTable, Published, taken  # noqa: E402
 from whole_models import plain, running, writing  # noqa: E402
 
 from .turns_here import in_turns_here  # noqa: E402
@@ -88,3 +89,42 @@ def test_a_table_of_rows_that_others_have_measured(
     writing.Table(first).add({**row("flex", "4"), "device": "another card"})
     with pytest.raises(SystemExit):
         paper.main("x")
+
+
+@pytest.mark.parametrize("name", ["overall_efficiency", "pangu", "swinv2_b"])
+def test_every_row_that_is_measured_is_in_its_table(name: str) -> None:
+    table = importlib.import_module(name).TABLE
+    cases = table.cases(False)
+    rows = writing.read_rows(SCRIPTS / "results/bench_models.csv")
+    measured = {
+        (row["model"], row["variant"])
+        for row in rows
+        if row["model"] in {case.name for case in cases} and row["mode"] in ("eager", "compiled")
+    }
+    found = taken(rows, cases, table.variants)
+    assert measured and {(row["model"], row["variant"]) for row in found} == measured
+    committed = writing.read_rows(SCRIPTS / f"results/paper/{name}.csv")
+    assert [(r["variant"], r["median_ms"]) for r in committed] == [
+        (r["variant"], r["median_ms"]) for r in found
+    ]
+
+
+def test_the_paper_stands_beside_eager_rows_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    table = PaperTable(
+        "x", "x", "ms", 1.0, lambda tiny: [plain.cases(tiny)["plain-20"]],
+        {"sdpa": Published("FlashAttention with Bias", 40.32)},
+        ("sdpa", "sdpa-cudnn", "sdpa-compiled"),
+    )  # fmt: skip
+    rows = writing.Table(tmp_path / "rows.csv")
+    for variant in ("sdpa-compiled", "sdpa-cudnn"):
+        where = {"model": "plain Transformer 20", "tokens": "20", "device": "card", "dtype": "d"}
+        rows.add({**where, "variant": variant, "median_ms": "1", "status": "measured"})
+    path = tmp_path / "x.csv"
+    words = ["x", "--tiny", "--output", str(path), "--rows", str(rows.path)]
+    monkeypatch.setattr(sys, "argv", words)
+    table.main("x")
+    found = {row["variant"]: row["paper_time"] for row in writing.read_rows(path)}
+    assert found == {"sdpa-cudnn": "40.32", "sdpa-compiled": ""}
