@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,8 @@ class PatchedOwner(Composed):
     _lean: bool
     #: None until the sources have values
     _seal: Seal | None
+    #: what `is_stale` said last; compiled code guards on it, and looks at nothing else
+    _found_stale: bool = False
 
     @classmethod
     def children_to_read(cls) -> tuple[str, ...]:
@@ -60,6 +62,8 @@ class PatchedOwner(Composed):
             return self.original_forward(*args, **kwargs)
         if not torch.compiler.is_compiling():
             self.check_fresh()
+        elif self._found_stale:
+            raise StaleTermsError(*self._complaint())
         return self.flashbias_forward(*args, **kwargs)
 
     def _runs_original(self) -> bool:
@@ -76,6 +80,12 @@ class PatchedOwner(Composed):
 
     def is_stale(self) -> bool:
         """Whether the sources have changed since then; reads them only where they may have."""
+        found = self._have_changed()
+        if found is not self._found_stale:  # what is set anew would be compiled anew
+            self._found_stale = found
+        return found
+
+    def _have_changed(self) -> bool:
         sources = self.fixed_sources()
         seal = self._seal
         if seal is None:
@@ -96,11 +106,20 @@ class PatchedOwner(Composed):
     def check_fresh(self) -> None:
         """Raise StaleTermsError if `is_stale`."""
         if self.is_stale():
-            raise StaleTermsError(
-                f"what this {self.original_class.__name__} makes its bias from has changed since "
-                "it was converted",
-                "run unpatch_model and patch_model again",
-            )
+            raise StaleTermsError(*self._complaint())
+
+    def _complaint(self) -> tuple[str, str]:
+        name = self.original_class.__name__
+        return (
+            f"what this {name} makes its bias from has changed since it was converted",
+            "run unpatch_model and patch_model again",
+        )
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        if not mode:
+            self.look()
+        return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         stale = self.look()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashbias_convert import inspect_model, patched, unpatch_model
+from flashbias_convert import check_model, inspect_model, patched, unpatch_model
 from flashbias_convert.errors import StaleTermsError
 from tests.support import assert_parity
 
@@ -52,6 +52,29 @@ def test_slopes_of_any_number_of_heads_and_of_any_size(name: str, heads: int, si
     if name == "falcon":
         expected, rounding = expected / math.sqrt(size), {"rtol": 2**-8, "atol": 0.0}
     torch.testing.assert_close(term.slopes, expected, **rounding)
+
+
+def refuse_to_match(model: Any) -> None:
+    with pytest.raises(StaleTermsError, match="'transformer'"):
+        check_model(model)
+
+
+@pytest.mark.parametrize("look", [lambda m: m.eval(), refuse_to_match], ids=["eval", "check_model"])
+def test_compiled_code_refuses_what_was_found_to_have_changed(look: Callable[[Any], Any]) -> None:
+    """Compiled code looks at no number: a look from outside must reach it."""
+    torch.compiler.reset()
+    model, ids = patch(make("gpt2")), tokens()
+    compiled: Any = torch.compile(model, backend="eager")
+    expected = logits(compiled, ids)
+    look_again = model.eval()
+    assert torch.equal(logits(compiled, ids), expected) and look_again is model
+    model.get_decoder().slopes.mul_(0.5)
+    look(model)
+    with pytest.raises(StaleTermsError, match="AlibiGPT2Model makes its bias from has changed"):
+        logits(compiled, ids)
+    model.get_decoder().slopes.mul_(2.0)
+    model.eval()
+    assert torch.equal(logits(compiled, ids), expected)
 
 
 @pytest.mark.parametrize(
