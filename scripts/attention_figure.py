@@ -19,6 +19,8 @@ COLOURS = {
     "flex, dense": "#3caea3",
     "flex, closed form": "#20639b",
 }
+#: of a kernel that the user gives
+GIVEN_COLOUR = "#d977c5"
 
 
 def draw(file: Path) -> None:
@@ -32,9 +34,11 @@ def draw(file: Path) -> None:
         rows: list[dict[str, Any]] = list(csv.DictReader(lines))
     times = {(r["shape"], r["peer"]): float(r["median_ms"]) for r in rows if r["state"] == "ok"}
     shapes = [s for s in dict.fromkeys(r["shape"] for r in rows) if (s, "ours") in times]
-    figure, axes = plt.subplots(figsize=(9, 0.62 * len(shapes) + 1.6), layout="constrained")
-    height = 0.8 / len(COLOURS)
-    for i, (peer, colour) in enumerate(COLOURS.items()):
+    given = [p for _, p in times if p not in COLOURS and not p.startswith(("ours", "flex"))]
+    colours = COLOURS | dict.fromkeys(given, GIVEN_COLOUR)
+    figure, axes = plt.subplots(figsize=(9, 0.7 * len(shapes) + 1.6), layout="constrained")
+    height = 0.8 / len(colours)
+    for i, (peer, colour) in enumerate(colours.items()):
         where = [y + (i + 0.5) * height - 0.4 for y in range(len(shapes))]
         ratio = [times.get((s, peer), float("nan")) / times[s, "ours"] for s in shapes]
         axes.margins(y=0.01)

@@ -1,12 +1,14 @@
 """The least time that each shape of attention can take on this card, and what takes it.
 
 python scripts/attention_floors.py [--shapes NAME ...] [--times FILE.csv] [--output FILE.csv]
+python scripts/attention_floors.py --times-only [--times FILE.csv] [--output FILE.csv]
 
 Attention takes an exponential a score, products of q, k, factors and values, reads of keys, values
 and factors from the second-level cache by every block of queries, and each tensor once from
 memory. How fast the card does each of these alone is measured first (`card_rates.py`); the floor is
 the one that takes longest, as if all others were free beside it. The table shows them beside what
-`bench_attention.py` has measured on such a card, and a picture as parts of it.
+`bench_attention.py` has measured on such a card, and a picture as parts of it. With --times-only
+nothing is measured: the times of the table are replaced, on any machine.
 """
 
 from __future__ import annotations
@@ -132,6 +134,17 @@ def row(name: str, work: Work, rates: Any, times: Mapping[str, float]) -> dict[s
     }
 
 
+def replace_times(output: Path, times: Path) -> None:
+    """Set the measured times of a table anew, and draw it."""
+    rows = row_file.read(output)
+    for one in rows:
+        found = measured(times, one["card"])
+        if one["shape"] in found:
+            one["measured_ms"] = f"{found[one['shape']]:.4g}"
+    row_file.write(output, COLUMNS, rows)
+    draw(output)
+
+
 def draw(file: Path) -> None:
     """Write FILE.png beside FILE.csv: each limit as a part of the measured time."""
     import matplotlib
@@ -178,7 +191,11 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--times", type=Path, default=results / "bench_attention.csv")
     parser.add_argument("--output", type=Path, default=results / "attention_floors.csv")
+    parser.add_argument("--times-only", action="store_true", help="replace the times of the table")
     options = parser.parse_args()
+    if options.times_only:
+        replace_times(options.output, options.times)
+        return
     device, card = torch.device("cuda"), torch.cuda.get_device_name()
     where = {"card": card, "torch": torch.__version__, "triton": triton.__version__}
     measure(device)  # compiles, beside others

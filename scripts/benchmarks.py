@@ -105,6 +105,7 @@ GROUPS = {
         "check_choice.py --resume --output {output}/check_choice.csv",
     ],
     "tuning": [
+        "tune_hopper.py --resume --output {output}/tune_hopper.csv",
         "tune_attention.py --two-entries --shapes 'triangle dense' 't5 dense' 'pangu dense' "
         "--resume --output {output}/tune_entries.csv",
         "tune_backward.py --trained --kernels queries keys all --head-sizes 16 --columns 16 "

@@ -40,12 +40,13 @@ def table(rows: Sequence[row_file.Row]) -> str:
             if "ours" not in found:
                 continue
             ours = found.pop("ours")
+            tried = " ".join(r["peer"] for r in own if int(r["n"]) == n)
             others = [r for r in found.values() if not r["peer"].startswith("ours")]
             cells = (
                 series.title,
                 f"{n:,}",
                 f"{float(ours['median_ms']):.3g}",
-                _best(ours, [r for r in others if r["has_bias"] == "1"]),
+                _best(ours, [r for r in others if r["has_bias"] == "1"], "dense" in tried),
                 _best(ours, [r for r in others if r["has_bias"] == "0"]),
                 ours["memory_mib"],
                 f"{series.heads * n * n * 2 / 2**20:,.0f}",
@@ -55,10 +56,10 @@ def table(rows: Sequence[row_file.Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _best(ours: row_file.Row, others: Sequence[row_file.Row]) -> str:
+def _best(ours: row_file.Row, others: Sequence[row_file.Row], tried: bool = True) -> str:
     """How many times as long as ours the fastest takes, and who that is."""
     if not others:
-        return "none"
+        return "none" if tried else "not measured"
     least = min(others, key=lambda row: float(row["median_ms"]))
     return f"{float(least['median_ms']) / float(ours['median_ms']):.2f}x ({least['peer']})"
 

@@ -74,7 +74,7 @@ def test_calls_that_it_does_not_know(card: None) -> None:
         "a mask": (BARE, {**call, "key_mask": torch.empty(2, 2048)}, {}),
         "a gate": (BARE, {**call, "gate": call["o"]}, {}),
         "training": (BARE, {**call, "lse": torch.empty(2, 2, 2048)}, {}),
-        "short": (BARE, packed(512, 64, heads=64), {}),
+        "short": (BARE, packed(1024, 64, heads=16), {}),
         "small": (BARE, {name: x[0, :1] for name, x in packed(2048, 64).items()}, {}),
         "narrow": (BARE, packed(2048, 32), {}),
         "between": (BARE, packed(2048, 80), {}),

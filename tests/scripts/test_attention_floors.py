@@ -118,3 +118,21 @@ def test_the_picture(tmp_path: Path) -> None:
     assert file.with_suffix(".png").stat().st_size > 10_000
     with file.open(newline="") as lines:
         assert [row["measured_ms"] for row in csv.DictReader(lines)] == ["2.5", ""]
+
+
+def test_times_are_replaced_without_a_card(tmp_path: Path) -> None:
+    floors, times = tmp_path / "floors.csv", tmp_path / "times.csv"
+    rows = [
+        {"shape": name, **{f"{limit}_ms": "0.5" for limit in script.LIMITS}, "floor_ms": "0.5",
+         "limit": "memory", "measured_ms": "2", "card": "some"}
+        for name in ("one", "other")
+    ]  # fmt: skip
+    row_file.write(floors, script.COLUMNS, rows)
+    row_file.write(times, ("shape", "peer", "card", "state", "median_ms"), [
+        {"shape": "one", "peer": "ours", "card": "some", "state": "ok", "median_ms": "1.25"},
+        {"shape": "one", "peer": "flex", "card": "some", "state": "ok", "median_ms": "9"},
+        {"shape": "other", "peer": "ours", "card": "another", "state": "ok", "median_ms": "9"},
+    ])  # fmt: skip
+    script.replace_times(floors, times)
+    assert [row["measured_ms"] for row in row_file.read(floors)] == ["1.25", "2"]
+    assert floors.with_suffix(".png").is_file()

@@ -15,8 +15,8 @@ VERSIONS = ((3, 6),)
 CAPABILITY = (9, 0)
 #: by head size: padded columns of factors that fit the memory of a multiprocessor
 COLUMNS = {64: (0, 16, 32, 64, 128), 128: (0, 16, 32, 64)}
-#: by head size: fewest tokens from which on it was faster
-SHORTEST = {64: 2048, 128: 1024}
+#: by head size: fewest tokens from which on it was faster, see scripts/results/tune_hopper.csv
+SHORTEST = {64: 1536, 128: 512}
 #: fewest scores of a call: with less the host takes longer to describe tensors than the card works
 FEWEST_SCORES = 2**28
 #: without quick steps, which fp16 has no range for, it is faster with wide heads alone
