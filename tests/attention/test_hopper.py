@@ -83,7 +83,15 @@ def test_calls_that_it_does_not_know(card: None) -> None:
         "columns": (GroupSpec(None, columns=128, scaled=True),
                     {**packed(2048, 128), **factors(2048, 128)}, {}),
         "shared keys": (BARE, {**call, "k": call["k"][:, :1]}, {}),
-        "fewer queries": (BARE, {**call, "q": call["q"][:, :, :1024]}, {}),
+        "fewer queries": (BARE, {**packed(4096, 64), "q": packed(2048, 64)["q"]}, {}),
+        "heads with one k": (BARE, {**call, "k": call["k"][:, :1].expand(-1, 2, -1, -1)}, {}),
+        "entries with one v": (BARE, {**call, "v": call["v"][:1].expand(2, -1, -1, -1)}, {}),
+        "one query": (BARE, {**call, "q": call["q"][:, :, :1].expand(-1, -1, 2048, -1)}, {}),
+        "one row of factors": (SPEC, {**call, **own, "phi_k": own["phi_k"][:, :1].expand(
+            -1, 2048, -1)}, {}),
+        "more batches of factors": (SPEC, {**call, **{n: x[None, None] for n, x in own.items()}},
+                                    {}),
+        "wide factors": (SPEC, {**call, **{n: x.float() for n, x in own.items()}}, {}),
         "other values": (BARE, {**call, "v": torch.empty(2, 2, 2048, 96, dtype=BF16)}, {}),
         "more batches": (BARE, {name: x[None] for name, x in call.items()}, {}),
         "channels apart": (BARE, {**call, "k": call["k"].mT.contiguous().mT}, {}),
@@ -140,7 +148,7 @@ def test_what_it_does_not_serve_goes_to_the_usual_kernel(card: None) -> None:
 
 
 @compiles
-def test_a_compiler_that_fails_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_fails_is_told_once(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         def __getitem__(self, grid: Any) -> Any:
             raise ValueError("no such layout")
@@ -152,12 +160,15 @@ def test_a_compiler_that_fails_is_told_once(monkeypatch: pytest.MonkeyPatch) -> 
             ran.append(len(tuple(tensors)))
 
     monkeypatch.setattr(plan, "_kernel", Broken)
+    monkeypatch.setattr(rules, "_GIVEN_UP", [])
     call = packed(2048, 64) | factors(2048, 16)
-    made = plan.HopperPlan(call, 16, Usual())
-    with pytest.warns(UserWarning, match="no such layout"):
+    assert served(SPEC, call)
+    plans = [plan.HopperPlan(call, 16, Usual()) for _ in range(2)]
+    with pytest.warns(UserWarning, match=r"usual kernel.*no such layout"):
+        plans[0].run(CPU, call.values(), (0.125, 0))
+    for made in plans:
         made.run(CPU, call.values(), (0.125, 0))
-    made.run(CPU, call.values(), (0.125, 0))
-    assert ran == [6, 6]
+    assert ran == [6, 6, 6] and not served(SPEC, call)
 
 
 @compiles

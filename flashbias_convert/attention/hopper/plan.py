@@ -16,7 +16,7 @@ from ..direct_launch import DirectLaunch, direct
 from ..launch_plan import Launchable, on_device
 from ..parts import multiprocessors_of
 from ..strides import VECTOR_BYTES
-from .rules import BLOCK_M, MARKS
+from .rules import BLOCK_M, MARKS, give_up, works
 
 LOG2E = math.log2(math.e)
 #: keys of a tile, tiles of keys under way, and warps of a warpgroup
@@ -50,35 +50,34 @@ class HopperPlan:
             for name, x in tensors.items()
         }
         self._launches: dict[bool, DirectLaunch | None] = {}
-        self._fails = False
 
     def run(
         self, device: torch.device, tensors: Iterable[Tensor], numbers: Sequence[float] = ()
     ) -> None:
         """Launch on `device`, on which the tensors are; `numbers` begin with the scale."""
         given = tuple(tensors)
-        if self._fails or any(x.data_ptr() % VECTOR_BYTES for x in given):
+        if not works() or any(x.data_ptr() % VECTOR_BYTES for x in given):
             self._instead.run(device, given, numbers)
             return
-        with on_device(device):
-            marks = None
-            if self._quick:
-                marks = torch.zeros(self._works, dtype=torch.int32, device=device)
-            values = self.arguments(dict(zip(self._names, given, strict=True)), numbers[0], marks)
-            try:
-                self._launch(self._works, values, again=False)
-                if self._quick:
-                    self._launch(min(self._works, self._programs), values, again=True)
-            except Exception as problem:
-                if len(self._launches) > self._quick:  # all is compiled: no fault of a compiler
-                    raise
-                self._fails = True
-                warnings.warn(
-                    f"attention runs on the usual kernel: that for Hopper fails ({problem})",
-                    stacklevel=2,
-                )
-        if self._fails:
+        try:
+            with on_device(device):
+                self._run(device, dict(zip(self._names, given, strict=True)), numbers[0])
+        except Exception as problem:
+            if len(self._launches) > self._quick:  # all is compiled: no fault of a compiler
+                raise
             self._instead.run(device, given, numbers)
+            if give_up(str(problem)):
+                words = "attention runs on the usual kernel, since that for Hopper fails"
+                warnings.warn(f"{words} ({type(problem).__name__}: {problem})", stacklevel=2)
+
+    def _run(self, device: torch.device, tensors: Mapping[str, Tensor], scale: float) -> None:
+        marks = None
+        if self._quick:
+            marks = torch.zeros(self._works, dtype=torch.int32, device=device)
+        values = self.arguments(tensors, scale, marks)
+        self._launch(self._works, values, again=False)
+        if self._quick:
+            self._launch(min(self._works, self._programs), values, again=True)
 
     def arguments(
         self, tensors: Mapping[str, Tensor], scale: float, marks: Tensor | None

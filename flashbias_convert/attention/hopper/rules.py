@@ -19,7 +19,7 @@ COLUMNS = {64: (0, 16, 32, 64, 128), 128: (0, 16, 32, 64)}
 SHORTEST = {64: 1536, 128: 512}
 #: fewest scores of a call: with less the host takes longer to describe tensors than the card works
 FEWEST_SCORES = 2**28
-#: without quick steps, which fp16 has no range for, it is faster with wide heads alone
+#: fp16 has no range for quick steps; without them it was measured to pay with heads of this size
 FP16_FROM = 128
 #: queries of a program
 BLOCK_M = 128
@@ -55,14 +55,43 @@ def serves(
         return False
     if q.dtype != torch.bfloat16 and (q.dtype != torch.float16 or d < FP16_FROM):
         return False
-    whole = all(tensors[name].shape == q.shape for name in ("k", "v", "o"))
-    return whole and all(map(copyable, tensors.values())) and is_there(q.device)
+    if any(tensors[name].shape != q.shape for name in ("k", "v", "o")):
+        return False
+    factors = [x for name, x in tensors.items() if name.startswith("phi")]
+    if any(x.dim() not in (3, 4) or x.dtype != torch.float16 for x in factors):
+        return False
+    own = [copyable(x, shared=x.dim() - 2 if name.startswith("phi") else 0)
+           for name, x in tensors.items()]  # fmt: skip
+    return all(own) and not _GIVEN_UP and is_there(q.device)
 
 
-def copyable(x: Tensor) -> bool:
-    """Whether the card can copy tiles of it, if it begins where it should."""
+def copyable(x: Tensor, shared: int = 0) -> bool:
+    """Whether the card can copy tiles of it, if it begins where it should.
+
+    Args:
+        x: with rows in its last dimension but one.
+        shared: so many first dimensions may have one entry for all.
+    """
     *lead, last = x.stride()
-    return last == 1 and all(step * x.element_size() % 16 == 0 for step in lead)
+    if last != 1 or any(step * x.element_size() % 16 for step in lead):
+        return False
+    spread = zip(x.shape[shared:-1], lead[shared:], strict=True)
+    return all(step > 0 or size == 1 for size, step in spread)
+
+
+#: why no plan of this process uses the kernel any more; empty as long as it works
+_GIVEN_UP: list[str] = []
+
+
+def give_up(reason: str) -> bool:
+    """Serve nothing from now on; whether that is new."""
+    _GIVEN_UP.append(reason)
+    return len(_GIVEN_UP) == 1
+
+
+def works() -> bool:
+    """Whether nobody has given up."""
+    return not _GIVEN_UP
 
 
 @cache
