@@ -125,7 +125,7 @@ def _produce_item(
 
 @gluon.jit
 def _produce(
-    descs, bufs, bars, sizes, BN: gl.constexpr, D: gl.constexpr, R: gl.constexpr,
+    descs, bufs, bars, marks_ptr, sizes, BN: gl.constexpr, D: gl.constexpr, R: gl.constexpr,
     STAGES: gl.constexpr, AGAIN: gl.constexpr,
 ):  # fmt: skip
     _N, _H, works, _many = sizes
@@ -133,7 +133,8 @@ def _produce(
     ring = (zero, zero, zero, zero, zero)
     if AGAIN:
         for work in range(gl.program_id(0), works, gl.num_programs(0)):
-            ring = _produce_item(work, ring, descs, bufs, bars, sizes, BN, D, R, STAGES)
+            if gl.load(marks_ptr + work) != 0:
+                ring = _produce_item(work, ring, descs, bufs, bars, sizes, BN, D, R, STAGES)
     else:
         _produce_item(gl.program_id(0), ring, descs, bufs, bars, sizes, BN, D, R, STAGES)
 
@@ -163,7 +164,7 @@ def _step(
     mbarrier.arrive(k_empty.index(ks))
     if MASK:
         s = hide_end(s, left, BN)
-    top, new, added = weights(s, level, to_exp2, BN, D, False, QUICK)
+    top, base, new, added = weights(s, level, to_exp2, BN, D, False, QUICK)
     # The assembler moves the wait for the product before the weights, and nothing overlaps, unless
     # a block of instructions ends between them: a wait for what has long been there.
     mbarrier.wait(v_full.index(vs), vp)
@@ -174,7 +175,7 @@ def _step(
     if QUICK:
         total = total + added
     else:
-        shrink = exp2((level - top) * to_exp2)
+        shrink = exp2(level * to_exp2 - base)
         acc = acc * shrink[:, None]
         total = total * shrink + added
     ks, kp = _advance(ks, kp, STAGES)
@@ -212,7 +213,8 @@ def _consume_item(
     mbarrier.arrive(k_empty.index(ks))
     ks, kp = _advance(ks, kp, STAGES)
     s = hide_end(s, N, BN)
-    level, p, total = weights(s, gl.zeros([ROWS], gl.float32, rows), to_exp2, BN, D, True, QUICK)
+    start = gl.zeros([ROWS], gl.float32, rows)
+    level, _base, p, total = weights(s, start, to_exp2, BN, D, True, QUICK)
     p = as_operand(p, dtype, D)
     acc = gl.zeros([ROWS, D], gl.float32, product_layout(D))
 
@@ -242,6 +244,8 @@ def _consume_item(
         where = marks_ptr + work + gl.zeros([ROWS], gl.int32, rows)
         gl.store(where, gl.full([ROWS], 1, gl.int32, rows), mask=good == 0)
     # the result goes out from where the queries were; rows past the end are left out of the copy
+    if not QUICK:
+        total = gl.where(total == 0.0, 1.0, total)  # rows that see nothing are zeros
     q.store((acc * (1.0 / total)[:, None]).to(dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(o_desc, [b, h, first + W * ROWS, 0], bufs[0].index(W))
@@ -261,9 +265,10 @@ def _consume(
     ring = (zero, zero, zero, zero, gl.to_tensor(1 if W == 0 else 0), zero)
     if AGAIN:
         for work in range(gl.program_id(0), works, gl.num_programs(0)):
-            ring = _consume_item(
-                work, ring, bufs, bars, out, sizes, W, dtype, BN, D, R, STAGES, QUICK
-            )
+            if gl.load(out[2] + work) != 0:
+                ring = _consume_item(
+                    work, ring, bufs, bars, out, sizes, W, dtype, BN, D, R, STAGES, QUICK
+                )
     else:
         _consume_item(
             gl.program_id(0), ring, bufs, bars, out, sizes, W, dtype, BN, D, R, STAGES, QUICK
@@ -316,7 +321,7 @@ def attention_kernel(
     """
     dtype: gl.constexpr = q_desc.dtype
     if AGAIN:
-        # a program does all its blocks if one of them is marked
+        # most often none of its blocks is marked, and a program ends here
         own = gl.arange(0, MARKS, gl.BlockedLayout([1], [32], [num_warps], [0]))
         own = gl.program_id(0) + own * gl.num_programs(0)
         marks = gl.load(marks_ptr + own, mask=own < works, other=0)
@@ -338,7 +343,7 @@ def attention_kernel(
         [
             (_consume, (bufs, bars, out, sizes, 0, dtype, BN, D, R, STAGES, QUICK, AGAIN)),
             (_consume, (bufs, bars, out, sizes, 1, dtype, BN, D, R, STAGES, QUICK, AGAIN)),
-            (_produce, (descs, bufs, bars, sizes, BN, D, R, STAGES, AGAIN)),
+            (_produce, (descs, bufs, bars, marks_ptr, sizes, BN, D, R, STAGES, AGAIN)),
         ],
         [num_warps, 1], [MATH_REGS, COPY_REGS],
     )  # fmt: skip

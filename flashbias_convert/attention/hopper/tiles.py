@@ -86,7 +86,8 @@ def weights(
         QUICK: only the first tile sets the level.
 
     Returns:
-        New levels, weights in fp32 and their sums.
+        New levels, the same in exponents of two (zero where nothing is visible so far, lest minus
+        infinity were taken from itself), weights in fp32 and their sums.
     """
     rows: gl.constexpr = gl.SliceLayout(1, product_layout(D))
     near: gl.constexpr = gl.SliceLayout(1, product_layout(BN))
@@ -98,9 +99,11 @@ def weights(
         if QUICK:
             # with a lower level usual scores would overflow
             top = gl.maximum(top, -24.0 / to_exp2)
-    base = gl.convert_layout(top * to_exp2, near, assert_trivial=True)
-    p = exp2(s * to_exp2 - base[:, None])
-    return top, p, gl.convert_layout(gl.sum(p, 1), rows, assert_trivial=True)
+    base = top * to_exp2
+    if not QUICK:
+        base = gl.where(top == float("-inf"), 0.0, base)
+    p = exp2(s * to_exp2 - gl.convert_layout(base, near, assert_trivial=True)[:, None])
+    return top, base, p, gl.convert_layout(gl.sum(p, 1), rows, assert_trivial=True)
 
 
 @gluon.jit
