@@ -77,6 +77,8 @@ class PatchedOwner(Composed):
         sources = self.fixed_sources()
         known = not any(tensor.is_meta for tensor in sources)
         self._seal = Seal.of(sources) if known else None
+        if self._found_stale:
+            self._found_stale = False
 
     def is_stale(self) -> bool:
         """Whether the sources have changed since then; reads them only where they may have."""

@@ -172,6 +172,7 @@ def unpatch_owner(module: PatchedOwner) -> None:
     """Put the original class back."""
     for name in ("_consumers", "_lean", "_seal"):
         del module.__dict__[name]
+    module.__dict__.pop("_found_stale", None)
     names = {aside(name): name for name in module.replaced}
     swap_class(module, module.original_class)
     _rename(module, names)

@@ -37,6 +37,7 @@ class GatedAttention(PatchedAttention):
     num_heads: int
     scaling: float
     gru_rel_pos: bool
+    has_relative_attention_bias: bool
     q_proj: nn.Module
     k_proj: nn.Module
     v_proj: nn.Module
@@ -66,6 +67,8 @@ class GatedAttention(PatchedAttention):
             self.original_forward, query, key, value, key_padding_mask, incremental_state,
             need_weights, static_kv, attn_mask, before_softmax, need_head_weights,
         )  # fmt: skip
+        if position_bias is not None and position_bias.dim() == 1:  # make a table
+            position_bias = position_bias if self.has_relative_attention_bias else None
         if position_bias is None or position_bias.dim() > 2:  # not from a patched encoder
             made: tuple[Tensor, Tensor | None, Tensor | None] = original(position_bias)
             return made

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -147,7 +148,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", default=default_folder())
     parser.add_argument("--url", default=GITHUB, metavar="TEMPLATE", help="of addresses")
     args = parser.parse_args()
-    print(fetch(args.folder, args.url))
+    try:
+        print(fetch(args.folder, args.url))
+    except subprocess.CalledProcessError as problem:
+        raise SystemExit(f"git could not do this: {shlex.join(problem.cmd)}") from None
 
 
 if __name__ == "__main__":

@@ -112,7 +112,8 @@ def of_scores(
         scores = scores.reshaped(lambda part: part.mT, permuted=True)
         actual = actual.mT
     scores = _complete(scores, actual)
-    layout = Layout(scores.shape[:-2], module, samples)
+    alike = bool(scores.addends) and all(lean(a).shape[:-2].numel() == 1 for a in scores.addends)
+    layout = Layout(scores.shape[:-2], module, samples, alike)
     n, m = scores.shape[-2:]
     source = scores.source
     known = not scores.permuted and tuple(source.q.shape[-2:-1]) == (n,)

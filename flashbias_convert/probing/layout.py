@@ -19,14 +19,20 @@ class Layout:
         lead: the dimensions of scores before the last two.
         module: may say how many heads it has.
         samples: entries in the batch of the model's input; a guess where nobody says.
+        alike: what is added is the same for all of a single dimension, so nothing in it tells heads
+            apart: a module may call one head after the other.
     """
 
-    def __init__(self, lead: Sequence[int], module: nn.Module, samples: int) -> None:
+    def __init__(
+        self, lead: Sequence[int], module: nn.Module, samples: int, alike: bool = False
+    ) -> None:
         self.lead = tuple(lead)
         told = _told_heads(module)
         self._split = 0  # of a single dimension that holds batch and heads
         if not self.lead:
             self.axis = None
+        elif alike and len(self.lead) == 1:
+            self._split, self.axis = 1, None
         elif told in self.lead:
             self.axis = max(i for i, size in enumerate(self.lead) if size == told)
         elif len(self.lead) == 1:

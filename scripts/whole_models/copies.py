@@ -45,6 +45,61 @@ class WindowAttention(nn.Module):
         return self.proj_drop(self.proj(out.transpose(1, 2).reshape(windows, n, dim)))
 
 
+class CosineWindowAttention(nn.Module):
+    """That of Microsoft's Swin V2, under its name: windows (B * nW, N, C), mask (nW, N, N)."""
+
+    factor = 16.0
+
+    def __init__(
+        self,
+        dim: int,
+        window: tuple[int, int],
+        heads: int,
+        trained: tuple[int, int] = (0, 0),
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.window_size, self.pretrained_window_size, self.num_heads = window, trained, heads
+        self.logit_scale = nn.Parameter(torch.full((heads, 1, 1), math.log(10.0)))
+        self.cpb_mlp = nn.Sequential(
+            nn.Linear(2, 32), nn.ReLU(inplace=True), nn.Linear(32, heads, bias=False)
+        )
+        spans = trained if trained[0] > 0 else window
+        rows, columns = (
+            8.0 * torch.arange(1 - size, size) / (span - 1)
+            for size, span in zip(window, spans, strict=True)
+        )
+        table = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), dim=-1)[None]
+        table = table.sign() * torch.log2(table.abs() + 1.0) / math.log2(8)
+        self.register_buffer("relative_coords_table", table)
+        self.register_buffer("relative_position_index", window_index(window))
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.q_bias = nn.Parameter(torch.zeros(dim)) if bias else None
+        self.v_bias = nn.Parameter(torch.zeros(dim)) if bias else None
+        self.attn_drop, self.proj_drop = nn.Dropout(0.0), nn.Dropout(0.0)
+        self.proj, self.softmax = nn.Linear(dim, dim), nn.Softmax(dim=-1)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        windows, n, dim = x.shape
+        bias = None
+        if self.q_bias is not None and self.v_bias is not None:
+            bias = torch.cat((self.q_bias, torch.zeros_like(self.v_bias), self.v_bias))
+        qkv = F.linear(x, self.qkv.weight, bias)
+        q, k, v = qkv.reshape(windows, n, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
+        scores = scores * self.logit_scale.clamp(max=math.log(100.0)).exp()
+        table = self.cpb_mlp(self.relative_coords_table).view(-1, self.num_heads)
+        added = table[self.relative_position_index.view(-1)].view(n, n, -1).permute(2, 0, 1)  # type: ignore[operator]
+        scores = scores + self.factor * added.sigmoid()
+        if mask is not None:
+            scores = (scores.unflatten(0, (-1, len(mask))) + mask[:, None]).flatten(0, 1)
+        out = self.attn_drop(self.softmax(scores)) @ v
+        return self.proj_drop(self.proj(out.transpose(1, 2).reshape(windows, n, dim)))
+
+
+CosineWindowAttention.__name__ = CosineWindowAttention.__qualname__ = "WindowAttention"
+
+
 class Attention(nn.Module):
     """That of segment-anything's image encoder: maps (B, H, W, C)."""
 

@@ -29,6 +29,7 @@ _TRIANGLES = {
 _LIBRARIES = {
     "boltz_pair_bias": "boltz", "openfold3_pair_bias": "openfold3", "monai_swin_unetr": "monai",
     "protenix_pair_bias": "protenix", "physicsnemo_pangu": "physicsnemo",
+    "openfold_msa": "openfold",
     **{name: path.partition(".")[0] for name, path in _TRIANGLES.items()},
 }  # fmt: skip
 
@@ -38,7 +39,7 @@ STRIDES_AS_THEY_ARE = frozenset({"monai_swin_unetr"})
 
 def parts(s: Sizes) -> Parts:
     """By the names of their rows; those of libraries that are not there are left out."""
-    made = {**_triangles(s), **_pair_biases(s), **_windows(s)}
+    made = {**_triangles(s), **_alignments(s), **_pair_biases(s), **_windows(s)}
     return {name: part for name, part in made.items() if available(name.partition(",")[0])}
 
 
@@ -64,6 +65,20 @@ class Triangles(nn.Module):
         for module in self.inner:
             z = z + module(z, mask=mask)
         return z
+
+
+class Rows(nn.Module):
+    """Row attention of alignments (B, S, N, C) with pairs (B, N, N, C'), some layers of it."""
+
+    def __init__(self, inner: list[nn.Module]) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(inner)
+
+    def forward(self, m: Tensor, z: Tensor) -> Tensor:
+        mask = m.new_ones(m.shape[:3])
+        for module in self.inner:
+            m = m + module(m, z=z, mask=mask)
+        return m
 
 
 class PairBiased(nn.Module):
@@ -121,6 +136,22 @@ def _triangles(s: Sizes) -> Parts:
             1 if s.tiny else 4, n, maker(path), normal((n, n, pair)),
         )
         for name, path in _TRIANGLES.items()
+    }  # fmt: skip
+
+
+def _alignments(s: Sizes) -> Parts:
+    channels, pair, heads, rows, n = (16, 8, 2, 5, 12) if s.tiny else (256, 128, 8, 128, 256)
+    layers = s.layers
+
+    def make() -> nn.Module:
+        cls = _imported("openfold.model.msa").MSARowAttentionWithPairBias
+        made = [cls(channels, pair, channels // heads, heads) for _ in range(layers)]
+        return _drawn(Rows(made))
+
+    return {
+        f"openfold_msa, {layers} attentions, {rows} sequences of {n} residues": (
+            1 if s.tiny else 4, n, make, normal((rows, n, channels), (n, n, pair)),
+        )
     }  # fmt: skip
 
 

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from . import copied_audio
 from .case import drawn
 from .copied_texts import BertEncoder, JinaBertEncoder, feed_forward
-from .copies import OCAB, ALiBiMultiHeadAttention, Attention, WindowAttention, overlap_index
+from .copies import (
+    OCAB,
+    ALiBiMultiHeadAttention,
+    Attention,
+    CosineWindowAttention,
+    WindowAttention,
+    overlap_index,
+)
 from .given import Inputs, normal
 from .parts import Parts, Sizes
 
@@ -67,6 +74,7 @@ def parts(s: Sizes) -> Parts:
     """By the names of their rows."""
     layers, n, shifts = s.layers, s.text, max(2, s.layers)
     side, heads, width, across = (4, 2, 16, 2) if s.tiny else (12, 4, 128, 8)
+    wide, fewer = (4, 2) if s.tiny else (24, 4)
     grid = 4 if s.tiny else 32
     hat = (layers, 12, 4, 2, 8) if s.tiny else (layers, 180, 16, 6, 64)
     audio, spoken = max(1, s.batch // 2), 12 if s.tiny else 500
@@ -77,8 +85,13 @@ def parts(s: Sizes) -> Parts:
 
     return {
         f"window_attention, as Swin base 384, {shifts} blocks in windows": (
-            s.batch, side**2, lambda: _windows(shifts, side, heads, width, across),
+            s.batch, side**2, lambda: _windows(WindowAttention, shifts, side, heads, width, across),
             normal((across**2, side**2, width)),
+        ),
+        f"cosine_window_attention, as Swin V2 base 384, {shifts} blocks in windows": (
+            s.batch, wide**2,
+            lambda: _windows(CosineWindowAttention, shifts, wide, heads, width, fewer),
+            normal((fewer**2, wide**2, width)),
         ),
         f"sam_attention, base 512, {layers} blocks of whole maps": (
             s.few, grid**2, chain(lambda: Attention(s.dim, s.heads, grid)),
@@ -108,9 +121,11 @@ def parts(s: Sizes) -> Parts:
     }  # fmt: skip
 
 
-def _windows(layers: int, side: int, heads: int, width: int, across: int) -> nn.Module:
+def _windows(
+    kind: Callable[..., nn.Module], layers: int, side: int, heads: int, width: int, across: int
+) -> nn.Module:
     """Every second block has a shift mask, as in Swin."""
-    made: list[nn.Module] = [WindowAttention(width, (side, side), heads) for _ in range(layers)]
+    made = [kind(width, (side, side), heads) for _ in range(layers)]
     mask = shift_mask(side, across)
     return Blocks(width, made, [mask if i % 2 else None for i in range(layers)])
 

@@ -181,3 +181,21 @@ def test_a_second_input_of_the_same_kind() -> None:
 
 def test_ids_that_are_all_the_same_cannot_be_changed() -> None:
     assert changed(Batch((torch.ones(2, 5, dtype=torch.long),))) is None
+
+
+class OneByOne(nn.Module):
+    """A head with a call of its own, in windows: scores are (windows, N, N)."""
+
+    num_heads = 4  # as many as windows
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(9, 9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ x.mT * 0.5 + self.bias).softmax(-1) @ x
+
+
+def test_windows_of_one_head_are_no_heads() -> None:
+    (site,) = probe_model(OneByOne(), torch.randn(4, 9, 8)).sites
+    assert (site.heads, site.batch, site.dense_bytes) == (1, 4, 4 * 9 * 9)

@@ -9,62 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from flashbias_convert import inspect_model, patch_model
 from flashbias_convert.recipe import Registry
-from flashbias_convert.relative_positions import window_index
+from scripts.whole_models.copies import CosineWindowAttention
 from tests.recipes.parity import CHECKS, ONCE, Case, randomise
 
 
-class WindowAttention(nn.Module):
-    """The interface of Microsoft's class."""
-
-    factor = 16.0
-
-    def __init__(
-        self, dim: int, window: tuple[int, int], heads: int, trained: tuple[int, int], bias: bool
-    ) -> None:
-        super().__init__()
-        self.window_size, self.pretrained_window_size, self.num_heads = window, trained, heads
-        self.logit_scale = nn.Parameter(torch.full((heads, 1, 1), math.log(10.0)))
-        self.cpb_mlp = nn.Sequential(
-            nn.Linear(2, 32), nn.ReLU(inplace=True), nn.Linear(32, heads, bias=False)
-        )
-        spans = trained if trained[0] > 0 else window
-        rows, columns = (
-            8.0 * torch.arange(1 - size, size) / (span - 1)
-            for size, span in zip(window, spans, strict=True)
-        )
-        table = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), dim=-1)[None]
-        table = table.sign() * torch.log2(table.abs() + 1.0) / math.log2(8)
-        self.register_buffer("relative_coords_table", table)
-        self.register_buffer("relative_position_index", window_index(window))
-        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
-        self.q_bias = nn.Parameter(torch.zeros(dim)) if bias else None
-        self.v_bias = nn.Parameter(torch.zeros(dim)) if bias else None
-        self.attn_drop, self.proj_drop = nn.Dropout(0.0), nn.Dropout(0.0)
-        self.proj, self.softmax = nn.Linear(dim, dim), nn.Softmax(dim=-1)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        windows, n, dim = x.shape
-        bias = None
-        if self.q_bias is not None and self.v_bias is not None:
-            bias = torch.cat((self.q_bias, torch.zeros_like(self.v_bias), self.v_bias))
-        qkv = F.linear(x, self.qkv.weight, bias)
-        q, k, v = qkv.reshape(windows, n, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
-        scores = scores * self.logit_scale.clamp(max=math.log(100.0)).exp()
-        table = self.cpb_mlp(self.relative_coords_table).view(-1, self.num_heads)
-        added = table[self.relative_position_index.view(-1)].view(n, n, -1).permute(2, 0, 1)  # type: ignore[operator]
-        scores = scores + self.factor * added.sigmoid()
-        if mask is not None:
-            scores = (scores.unflatten(0, (-1, len(mask))) + mask[:, None]).flatten(0, 1)
-        out = self.attn_drop(self.softmax(scores)) @ v
-        return self.proj_drop(self.proj(out.transpose(1, 2).reshape(windows, n, dim)))
-
-
-class Halved(WindowAttention):
+class Halved(CosineWindowAttention):
     factor = 8.0
 
 
@@ -79,7 +31,9 @@ class Blocks(nn.Module):
     ) -> None:
         super().__init__()
         n = math.prod(window)
-        self.attn = nn.ModuleList(WindowAttention(16, window, 2, trained, bias) for _ in range(2))
+        self.attn = nn.ModuleList(
+            CosineWindowAttention(16, window, 2, trained, bias) for _ in range(2)
+        )
         region = torch.arange(2 * n).view(2, n) % 3 == 0
         mask = (region[:, :, None] != region[:, None, :]).float() * -100.0
         self.register_buffer("mask", mask)
@@ -118,13 +72,13 @@ def test_it_has_a_recipe_of_its_own() -> None:
     """Beside the one for tables, which goes by the same name of a class."""
     found = Registry().find(PLAIN.model().attn[0])
     assert found is not None and found.name == "cosine_window_attention"
-    assert found.knows(WindowAttention) and not found.knows(nn.Linear)
+    assert found.knows(CosineWindowAttention) and not found.knows(nn.Linear)
 
 
 @pytest.mark.parametrize("name", ["window_size", "pretrained_window_size"])
 def test_a_window_that_is_no_pair_is_nobodys(name: str) -> None:
     """As in copies that take one number for both sides."""
-    module = WindowAttention(16, (4, 4), 2, (0, 0), bias=True)
+    module = CosineWindowAttention(16, (4, 4), 2, (0, 0), bias=True)
     assert Registry().find(module) is not None
     for size in (4, None, (4, 4, 4)):
         setattr(module, name, size)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flashbias_convert import fallback, inspect_model
+from flashbias_convert import fallback, inspect_model, patch_model
 from flashbias_convert.attention.backends import BackendFallbackWarning
 from flashbias_convert.modules import ScoreBiasModule
 from flashbias_convert.recipe import Registry
@@ -262,6 +262,17 @@ def test_encoders_without_a_table_have_no_bias() -> None:
     assert site.status == "left alone" and "no relative positions" in site.reason
     late = TransformerEncoder([MultiheadAttention(WIDTH, HEADS, i == 1) for i in range(2)], WIDTH)
     assert all("first layer" in site.reason for site in inspect_model(late).sites)
+
+
+def test_layers_that_are_left_when_the_first_is_removed_have_no_bias() -> None:
+    """As in the original: only the first layer of a WavLM has a table."""
+    plain = built(wavlm).eval()
+    model = copy.deepcopy(plain)
+    patch_model(model)
+    for each in (plain, model):
+        each.layers = nn.ModuleList(list(each.layers)[1:])
+    with torch.no_grad():
+        torch.testing.assert_close(model(sound(model), padding()), plain(sound(plain), padding()))
 
 
 def test_an_attention_without_its_encoder_is_unsupported() -> None:

@@ -111,7 +111,7 @@ def test_quantised_projections_are_called(name: str, kind: Any) -> None:
     except (RuntimeError, AssertionError):
         assert kind is FourBit
         patch_model(model, method="exact", force_all=True)
-        with pytest.raises(RuntimeError):
+        with pytest.raises((RuntimeError, AssertionError)):
             run.of(model)
         return
     truth = run.truth(plain)

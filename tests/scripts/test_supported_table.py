@@ -20,7 +20,6 @@ from scripts import supported_table
 from tests.toy import make_recipe
 
 #: what they compute is measured of another recipe
-WITHOUT_A_CASE = {"cosine_window_attention", "openfold_msa"}
 TOY = replace(make_recipe(tested=">=1.0,<1.4"), about=About("toys", exact="all of it"))
 
 
@@ -162,7 +161,7 @@ def test_models_that_are_measured_are_called_by_their_recipes() -> None:
     assert measured <= names
     # of these the library is not among the dependencies: there is a case where it is installed
     absent = {name for name in foreign.recipes() if not foreign.available(name)}
-    assert names - measured == absent | WITHOUT_A_CASE
+    assert names - measured == absent
 
 
 def test_libraries_that_are_not_there_leave_no_case(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +171,7 @@ def test_libraries_that_are_not_there_leave_no_case(monkeypatch: pytest.MonkeyPa
         assert found == (foreign.recipes() if there else set())
 
 
-def test_recipes_without_a_case_are_named_in_the_readme() -> None:
+def test_recipes_of_other_libraries_are_named_in_the_readme() -> None:
     text = supported_table.README.read_text()
     after = text[text.index(supported_table.MARKS[1].format("supported")) :]
-    assert all(f"`{name}`" in after for name in foreign.recipes() | WITHOUT_A_CASE)
+    assert all(f"`{name}`" in after for name in foreign.recipes())

@@ -77,6 +77,19 @@ def test_compiled_code_refuses_what_was_found_to_have_changed(look: Callable[[An
     assert torch.equal(logits(compiled, ids), expected)
 
 
+def test_what_was_patched_again_is_fresh_for_compiled_code() -> None:
+    torch.compiler.reset()
+    model, ids = patch(make("gpt2")), tokens()
+    before = set(vars(make("gpt2").get_decoder()))
+    model.get_decoder().slopes.mul_(0.5)
+    refuse_to_match(model)
+    unpatch_model(model)
+    assert set(vars(model.get_decoder())) == before
+    patch(model)
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(logits(compiled, ids), logits(model, ids))
+
+
 @pytest.mark.parametrize(
     "renew", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)).double().float()]
 )
