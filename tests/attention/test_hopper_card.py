@@ -194,3 +194,40 @@ def test_what_entries_share_goes_to_the_usual_kernel(name: str, dim: int) -> Non
     shared = getattr(x, name).narrow(dim, 0, 1).expand(x.q.shape)
     setattr(x, name, shared)
     check(x, None, "triton")
+
+
+@pytest.mark.parametrize(("d", "dtype"), KINDS)
+def test_rows_whose_scores_are_all_minus_infinity_are_zeros(d: int, dtype: torch.dtype) -> None:
+    x = inputs(d, dtype, 400)
+    x.k[..., 0] = -1.0
+    x.q[1, 2, 7, 0] = float("inf")
+    out = flashbias_attention(x.q, x.k, x.v, backend="triton")
+    expected = usual(x.q, x.k, x.v)
+    assert (out[1, 2, 7] == 0).all() and out.isfinite().all()
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_a_first_tile_of_minus_infinity_hides_nothing() -> None:
+    """Scores beyond the range of fp32 in the first tile, and a strong key behind it."""
+    x = inputs(64, BF16, 400)
+    x.q[0, 0, 5] = 0.0
+    x.q[0, 0, 5, 0] = 2e19
+    x.k[0, 0, :, 0] = 0.0
+    x.k[0, 0, :128, 0] = -2e19
+    x.k[0, 0, 300, 0] = 1e-17
+    out = flashbias_attention(x.q, x.k, x.v, backend="triton")
+    assert out.isfinite().all()
+    expected = usual(x.q, x.k, x.v)
+    torch.testing.assert_close(out[0, 0, 5], expected[0, 0, 5], rtol=2e-2, atol=2e-2)
+
+
+def test_blocks_that_need_no_second_look_keep_their_bits() -> None:
+    """More blocks than a card has multiprocessors, so that programs have several."""
+    x = inputs(64, BF16, 2048, batch=(4,), heads=8)
+    before = flashbias_attention(x.q, x.k, x.v, backend="triton")
+    x.q[2, 3, 700] = 40.0 * x.k[2, 3, 1900].sign()
+    after = flashbias_attention(x.q, x.k, x.v, backend="triton")
+    same = torch.ones(4, 8, 2048, dtype=torch.bool, device=CUDA)
+    same[2, 3, 640:768] = False
+    assert torch.equal(before[same], after[same])
+    check(x, None, "triton")
