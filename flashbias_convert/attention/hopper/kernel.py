@@ -38,13 +38,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from . import rules
 from .tiles import ROWS, as_operand, exp2, hide_end, product_layout, scores, weighted, weights
 
-#: math warpgroups, and queries of a program
+#: math warpgroups, queries of a program, and most marks that one of the second pass looks at
 GROUPS = gl.constexpr(2)
-BLOCK_M = gl.constexpr(128)
-#: most marks that a program of the second pass looks at
-MARKS = gl.constexpr(2048)
+BLOCK_M = gl.constexpr(rules.BLOCK_M)
+MARKS = gl.constexpr(rules.MARKS)
 
 
 @gluon.jit

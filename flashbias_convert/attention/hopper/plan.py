@@ -16,13 +16,11 @@ from ..direct_launch import DirectLaunch, direct
 from ..launch_plan import Launchable, on_device
 from ..parts import multiprocessors_of
 from ..strides import VECTOR_BYTES
-from .rules import BLOCK_M, MARKS, give_up, works
+from .rules import BLOCK_M, MARKS, ROWS, give_up, works
 
 LOG2E = math.log2(math.e)
 #: keys of a tile, tiles of keys under way, and warps of a warpgroup
 BLOCK_N, STAGES, WARPS = 128, 2, 4
-#: rows of queries that a warpgroup has
-ROWS = 64
 #: registers of a thread of the second math warpgroup, and of the warp that copies
 MATH_REGISTERS, COPY_REGISTERS = 240, 24
 

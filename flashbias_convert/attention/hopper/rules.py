@@ -21,8 +21,8 @@ SHORTEST = {64: 1536, 128: 512}
 FEWEST_SCORES = 2**28
 #: fp16 has no range for quick steps; without them it was measured to pay with heads of this size
 FP16_FROM = 128
-#: queries of a program
-BLOCK_M = 128
+#: queries of a warpgroup, and of a program, which has two
+ROWS, BLOCK_M = 64, 128
 #: most blocks of queries that a multiprocessor may have to look at in the second pass
 MARKS = 2048
 _KNOWN = {"q", "k", "v", "o", "phi_q", "phi_k"}

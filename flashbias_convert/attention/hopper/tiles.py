@@ -11,9 +11,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-#: rows of a warpgroup, and its warps
-ROWS = gl.constexpr(64)
-WARPS = gl.constexpr(4)
+from . import rules
+
+#: rows of a warpgroup
+ROWS = gl.constexpr(rules.ROWS)
 
 
 @gluon.constexpr_function
