@@ -247,11 +247,12 @@ def _plan(
         whole_rows=("ALIGNED_ROWS", ("k_ptr", "v_ptr")),
         tiles=None if tiles is None else ("dense_desc", "dense_ptr", tiles),
     )
-    if parts == 1 and _forced is None and hopper.serves(spec, tensors, **options):
-        from .hopper.plan import HopperPlan
-
-        return HopperPlan(tensors, spec.columns, plan), settings
     if parts == 1:
+        form = None if _forced else hopper.form_of(spec, tensors, **options)
+        if form is not None:
+            from .hopper.plan import HopperPlan
+
+            return HopperPlan(tensors, form, plan), settings
         return plan, settings
     return PartedPlan(plan, values, tuple(tensors), parts=parts, rows=entries * n), settings
 

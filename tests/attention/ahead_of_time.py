@@ -272,6 +272,8 @@ def _recording(
         if hopper:
             own = _Recorder(hopper_plan._kernel(), compiled, card)
             stack.enter_context(mock.patch.object(hopper_plan, "_kernel", lambda: own))
+            other = _Recorder(hopper_plan._lengths_kernel(), compiled, card)
+            stack.enter_context(mock.patch.object(hopper_plan, "_lengths_kernel", lambda: other))
         for module, name in KERNELS:
             recorder = _Recorder(getattr(module, name), compiled, card)
             stack.enter_context(mock.patch.object(module, name, recorder))

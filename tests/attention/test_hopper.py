@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashbias_convert import KeyBias, LowRank, ScoreBias
-from flashbias_convert.attention.hopper import rules
+from flashbias_convert import KeyBias, LowRank
+from flashbias_convert.attention.hopper import forms, rules
 from flashbias_convert.attention.packing import GroupSpec
 
 from .cases import Inputs
@@ -32,19 +32,31 @@ def factors(n: int, columns: int, heads: int = 2) -> dict[str, Tensor]:
     return {name: torch.empty(heads, n, columns, dtype=FP16) for name in ("phi_q", "phi_k")}
 
 
+def slopes(heads: int = 2) -> dict[str, Tensor]:
+    return {"slopes": torch.empty(heads)}
+
+
+def values(n: int, heads: int = 2) -> dict[str, Tensor]:
+    return {"key_bias": torch.empty(heads, n)}
+
+
 SPEC = GroupSpec(None, columns=16, scaled=True, tensors=("phi_q", "phi_k"))
 BARE = GroupSpec(None)
 
 
+def form(spec: GroupSpec, tensors: Mapping[str, Tensor], **options: bool) -> forms.Form | None:
+    return rules.form_of(spec, tensors, **{**OPTIONS, **options})
+
+
 def served(spec: GroupSpec, tensors: Mapping[str, Tensor], **options: bool) -> bool:
-    return rules.serves(spec, tensors, **{**OPTIONS, **options})
+    return form(spec, tensors, **options) is not None
 
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if there were a Hopper and its version of Triton; calls may be small."""
     monkeypatch.setattr(rules, "is_there", lambda _: True)
-    monkeypatch.setattr(rules, "FEWEST_SCORES", 2**23)
+    monkeypatch.setattr(rules, "FEWEST_SCORES", 2**22)
 
 
 @pytest.mark.parametrize(("d", "dtype"), [(64, BF16), (128, BF16), (128, FP16)])
@@ -59,7 +71,61 @@ def test_long_calls_with_factors_or_nothing_are_served(
     assert served(SPEC, call | batch)
 
 
-@pytest.mark.parametrize("option", ["causal", "cosine", "bounded"])
+@pytest.mark.parametrize(("d", "dtype"), [(64, BF16), (128, BF16), (128, FP16)])
+def test_causal_calls_and_biases_of_a_key_are_served(
+    d: int, dtype: torch.dtype, card: None
+) -> None:
+    call = packed(2048, d, dtype, heads=4)
+    made = form(BARE, call, causal=True)
+    assert made is not None and made.causal and made.bias == forms.NO_BIAS and not made.reach
+    made = form(SPEC, call | factors(2048, 16, heads=4), causal=True)
+    assert made is not None and made.causal and made.columns == 16
+    made = form(BARE, call | slopes(4), causal=True)
+    assert made is not None and made.bias == forms.ALIBI and not made.reach
+    made = form(BARE, packed(4096, d, dtype) | slopes(), causal=True)
+    assert made is not None and made.reach
+    made = form(BARE, call | values(2048, 4))
+    assert made is not None and made.bias == forms.KEY_BIAS and not made.causal
+
+
+def test_short_calls_take_two_programs_beside_each_other(card: None) -> None:
+    made = form(BARE, packed(1025, 64, heads=8))
+    assert made is not None and (made.keys, made.turns, made.tail) == (64, False, 16)
+    made = form(BARE, packed(1056, 64, heads=8))
+    assert made is not None and made.tail == 32
+    for n in (1024, 1060):
+        made = form(BARE, packed(n, 64, heads=8))
+        assert made is not None and made.keys == 64 and made.tail == 0
+    made = form(BARE, packed(2049, 64, heads=8))
+    assert made is not None and (made.keys, made.turns, made.tail) == (128, True, 0)
+    wide = GroupSpec(None, columns=128, scaled=True)
+    made = form(wide, packed(1025, 64, heads=8) | factors(1025, 128, heads=8))
+    assert made is not None and (made.keys, made.turns) == (128, True)
+
+
+def test_a_form_is_one_integer() -> None:
+    made = forms.Form(128, 64, causal=True, bias=forms.KEY_BIAS, quick=False, tail=32, again=True)
+    found = {name: forms.read(made.code(), name) for name, _, _ in forms.FIELDS}
+    assert found == {name: int(getattr(made, name.lower())) for name in found}
+    with pytest.raises(ValueError, match="head of a form cannot be 72"):
+        forms.Form(72).code()
+    with pytest.raises(KeyError):
+        forms.read(made.code(), "WIDTH")
+
+
+def test_rows_of_a_bias_per_key() -> None:
+    x = torch.empty(2, 3, 64)
+    assert rules.rows_of(x) == (64, 3, 1) and rules.rows_of(x[0]) == (64, 0, 1)
+    assert rules.rows_of(x[:, :1]) == (192, 1, 0) and rules.rows_of(x[:1, :1]) == (64, 0, 0)
+    assert rules.rows_of(x[:, :1].expand(-1, 3, -1)) == (192, 1, 0)
+    assert rules.rows_of(x[:1].expand(2, -1, -1)) == (64, 0, 1)
+    assert rules.rows_of(x.transpose(0, 1)) == (64, 1, 3)
+    assert rules.rows_of(x[..., ::2]) is None and rules.rows_of(torch.empty(2, 65)) is None
+    assert rules.rows_of(torch.empty(1, 65)) == (68, 0, 0)
+    assert rules.rows_of(torch.empty(1, 1, 1, 64)) is None
+
+
+@pytest.mark.parametrize("option", ["cosine", "bounded"])
 def test_options_that_it_does_not_know(option: str, card: None) -> None:
     assert not served(SPEC, packed(2048, 64) | factors(2048, 16), **{option: True})
 
@@ -70,12 +136,24 @@ def test_calls_that_it_does_not_know(card: None) -> None:
         "scales": (SPEC, {**call, **own}, {"plain_scale": False}),
         "heads apart": (GroupSpec((0,), columns=16, scaled=True), {**call, **own}, {}),
         "not scaled": (GroupSpec(None, columns=16), {**call, **own}, {}),
-        "another term": (SPEC, {**call, **own, "key_bias": torch.empty(2, 2048)}, {}),
+        "another term": (SPEC, {**call, **own, **values(2048)}, {}),
         "a mask": (BARE, {**call, "key_mask": torch.empty(2, 2048)}, {}),
         "a gate": (BARE, {**call, "gate": call["o"]}, {}),
         "training": (BARE, {**call, "lse": torch.empty(2, 2, 2048)}, {}),
-        "short": (BARE, packed(1024, 64, heads=16), {}),
-        "small": (BARE, {name: x[0, :1] for name, x in packed(2048, 64).items()}, {}),
+        "short": (BARE, packed(1023, 64, heads=16), {}),
+        "small, causal": (BARE, {name: x[0, :1] for name, x in call.items()}, {"causal": True}),
+        "ALiBi that is not causal": (BARE, {**call, **slopes()}, {}),
+        "ALiBi by absolute distance": (GroupSpec(None, symmetric=True), {**call, **slopes()},
+                                       {"causal": True}),
+        "ALiBi of positions": (BARE, {**call, **slopes(), "pos_q": torch.empty(2048)},
+                               {"causal": True}),
+        "slopes of each batch entry": (BARE, {**call, "slopes": torch.empty(2, 2)},
+                                       {"causal": True}),
+        "ALiBi and factors": (SPEC, {**call, **own, **slopes()}, {"causal": True}),
+        "a bias per key, causal": (BARE, {**call, **values(2048)}, {"causal": True}),
+        "a gated bias per key": (BARE, {**call, **values(2048), "key_bias_rows": call["o"]}, {}),
+        "a bias of keys apart": (BARE, {**call, "key_bias": torch.empty(2, 4096)[:, ::2]}, {}),
+        "small": (BARE, {name: x[0, :1, :1920] for name, x in packed(2048, 64).items()}, {}),
         "narrow": (BARE, packed(2048, 32), {}),
         "between": (BARE, packed(2048, 80), {}),
         "fp16, 64": (BARE, packed(2048, 64, FP16), {}),
@@ -111,40 +189,60 @@ if not INTERPRETED:
     from .ahead_of_time import HOPPER_SHARED_BYTES, NVDISASM, compile_attention
 
 compiles = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter does not compile")
-CASES = [(64, BF16, r) for r in (0, 16, 128)] + [(128, t, r) for t in (BF16, FP16) for r in (0, 64)]
+WIDE = ((64, BF16), (128, BF16))
+CASES = [("plain", 2176, 64, BF16, r) for r in (0, 16, 128)]
+CASES += [("plain", 2176, 128, t, r) for t in (BF16, FP16) for r in (0, 64)]
+CASES += [("plain", 1025, 64, BF16, r) for r in (0, 64)]
+CASES += [("causal", 2176, d, t, r) for d, t in (*WIDE, (128, FP16)) for r in (0, 64)]
+CASES += [("causal", 2176, 64, BF16, 128)]
+CASES += [("alibi", n, d, t, 0) for d, t in (*WIDE, (128, FP16)) for n in (2176, 4224)]
+CASES += [("key bias", 2176, d, t, 0) for d, t in (*WIDE, (128, FP16))]
 
 
 @compiles
-@pytest.mark.parametrize(("d", "dtype", "rank"), CASES)
+@pytest.mark.parametrize(("kind", "n", "d", "dtype", "rank"), CASES)
 def test_it_compiles_and_fits_registers(
-    d: int, dtype: torch.dtype, rank: int, tmp_path: Path, card: None
+    kind: str, n: int, d: int, dtype: torch.dtype, rank: int, tmp_path: Path, card: None
 ) -> None:
-    x = Inputs(CPU, dtype, n=2176, heads=2, d=d, dv=d, batch=(1,))
-    bias = ScoreBias((x.low_rank(rank, split=0),), 2) if rank else None
-    found = compile_attention(x.q, x.k, x.v, bias, hopper=True)
+    x = Inputs(CPU, dtype, n=n, heads=4, d=d, dv=d, batch=(1,))
+    terms = {"alibi": x.alibi, "key bias": x.key_bias}
+    term = terms[kind]() if kind in terms else x.low_rank(rank, split=0) if rank else None
+    causal = kind in ("alibi", "causal")
+    bias = None if term is None else x.bias(term)
+    found = compile_attention(x.q, x.k, x.v, bias, hopper=True, causal=causal)
+    reaches = kind == "alibi" and n > 4096
+    assert [c.name for c in found[:reaches]] == ["lengths_kernel"] * reaches
+    first, *again = found[reaches:]
     # fp16 follows the largest score of each row, and has no second pass
-    assert [c.constants["AGAIN"] for c in found] == ([False, True] if dtype == BF16 else [False])
-    assert [c.constants["QUICK"] for c in found] == [dtype == BF16, False][: len(found)]
-    for compiled in found:
-        assert compiled.constants["R"] == rank and compiled.constants["D"] == d
+    assert len(again) == (dtype == BF16)
+    for compiled in (first, *again):
+        code = compiled.constants["FORM"]
+        assert forms.read(code, "COLUMNS") == rank and forms.read(code, "HEAD") == d
+        assert bool(forms.read(code, "CAUSAL")) == causal
+        assert bool(forms.read(code, "AGAIN")) == (compiled is not first)
+        assert bool(forms.read(code, "QUICK")) == (dtype == BF16 and compiled is first)
         assert compiled.shared <= HOPPER_SHARED_BYTES
         if NVDISASM.is_file():
             assert compiled.spills_in_loops(tmp_path) == 0
             assert compiled.unwritten_registers(tmp_path) == []
             # in a step the scores are waited for, and later the product of values, which runs on
             steps = [waits for waits, products in compiled.waits_in_loops(tmp_path) if products]
-            assert len(steps) == 4 and set(steps) == {2}, compiled.waits_in_loops(tmp_path)
+            assert len(steps) >= forms.read(code, "GROUPS") and set(steps) == {2}
 
 
 @compiles
 def test_what_it_does_not_serve_goes_to_the_usual_kernel(card: None) -> None:
     x = Inputs(CPU, BF16, n=2176, heads=2, d=64, dv=64, batch=(1,))
-    values = torch.zeros(2, x.m)
+    values = torch.zeros(2, x.m, 2)[..., 0]
     (found,) = compile_attention(x.q, x.k, x.v, x.bias(KeyBias(values=values)), hopper=True)
-    assert "AGAIN" not in found.constants
+    assert "FORM" not in found.constants
     apart = torch.empty(x.q.numel() + 1, dtype=BF16)[1:].view(x.q.shape)  # not aligned
     (found,) = compile_attention(apart, x.k, x.v, hopper=True)
-    assert "AGAIN" not in found.constants
+    assert "FORM" not in found.constants
+    short = Inputs(CPU, BF16, n=2176, heads=4, d=64, dv=64, batch=(1,))
+    options = {"causal": True, "query_start": 7}
+    (found,) = compile_attention(short.q, short.k, short.v, hopper=True, **options)
+    assert "FORM" not in found.constants
 
 
 @compiles
@@ -162,22 +260,27 @@ def test_a_compiler_that_fails_is_told_once(card: None, monkeypatch: pytest.Monk
     monkeypatch.setattr(plan, "_kernel", Broken)
     monkeypatch.setattr(rules, "_GIVEN_UP", [])
     call = packed(2048, 64) | factors(2048, 16)
-    assert served(SPEC, call)
-    plans = [plan.HopperPlan(call, 16, Usual()) for _ in range(2)]
+    made = form(SPEC, call)
+    assert made is not None
+    plans = [plan.HopperPlan(call, made, Usual()) for _ in range(2)]
     with pytest.warns(UserWarning, match=r"usual kernel.*no such layout"):
         plans[0].run(CPU, call.values(), (0.125, 0))
-    for made in plans:
-        made.run(CPU, call.values(), (0.125, 0))
+    for one in plans:
+        one.run(CPU, call.values(), (0.125, 0))
     assert ran == [6, 6, 6] and not served(SPEC, call)
 
 
 @compiles
-@pytest.mark.parametrize("columns", [0, 16])
-def test_arguments_are_in_the_order_of_the_kernel(columns: int) -> None:
+@pytest.mark.parametrize("kind", ["plain", "factors", "alibi", "key bias"])
+def test_arguments_are_in_the_order_of_the_kernel(kind: str) -> None:
     """Launches of a compiled kernel tell them apart by their places."""
-    call = packed(2048, 64) | (factors(2048, columns) if columns else {})
-    made = plan.HopperPlan(call, columns, None)  # type: ignore[arg-type]
-    every = {**made.arguments(call, 0.125, None), **made.constants(again=False)}
+    more = {"plain": {}, "factors": factors(2048, 16), "alibi": slopes(), "key bias": values(2048)}
+    call = packed(2048, 64) | more[kind]
+    bias = {"alibi": forms.ALIBI, "key bias": forms.KEY_BIAS}.get(kind, forms.NO_BIAS)
+    own = forms.Form(64, 16 * (kind == "factors"), bias=bias, reach=kind == "alibi")
+    made = plan.HopperPlan(call, own, None)  # type: ignore[arg-type]
+    zeros = torch.zeros(1000, dtype=torch.int32)
+    every = {**made.arguments(call, 0.125, zeros), **made.constants(again=False)}
     assert list(every) == plan._kernel().arg_names
 
 
@@ -186,10 +289,20 @@ def test_factors_that_entries_share_are_read_once() -> None:
     term = LowRank(phi_q=torch.randn(2, 2048, 16), phi_k=torch.randn(2, 2048, 16))
     assert term.largest_rank == 16
     call = packed(2048, 64) | factors(2048, 16)
+    own = forms.Form(64, 16)
     call["phi_k"] = torch.empty(1, 2048, 16, dtype=FP16).expand(2, -1, -1)
-    values = plan.HopperPlan(call, 16, None).arguments(call, 0.125, None)  # type: ignore[arg-type]
+    values = plan.HopperPlan(call, own, None).arguments(call, 0.125, None)  # type: ignore[arg-type]
     assert [values[f"many_{name}"] for name in ("qb", "qh", "kb", "kh")] == [0, 1, 0, 0]
     assert values["phi_k_desc"].shape == [1, 1, 2048, 16]
     call["phi_q"] = torch.empty(2, 2, 2048, 16, dtype=FP16)
-    values = plan.HopperPlan(call, 16, None).arguments(call, 0.125, None)  # type: ignore[arg-type]
+    values = plan.HopperPlan(call, own, None).arguments(call, 0.125, None)  # type: ignore[arg-type]
     assert [values[f"many_{name}"] for name in ("qb", "qh", "kb", "kh")] == [1, 1, 0, 0]
+
+
+@compiles
+def test_a_bias_per_key_is_read_as_rows() -> None:
+    call = packed(2048, 64) | {"key_bias": torch.empty(2, 1, 2048)}
+    made = plan.HopperPlan(call, forms.Form(64, bias=forms.KEY_BIAS), None)  # type: ignore[arg-type]
+    found = made.arguments(call, 0.125, None)
+    assert (found["many_bb"], found["many_bh"]) == (1, 0)
+    assert found["key_bias_desc"].shape == [2, 2048] and found["to_exp2"] == rules.LOG2E

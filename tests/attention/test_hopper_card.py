@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashbias_convert import LowRank, ScoreBias
+from flashbias_convert import Alibi, KeyBias, LowRank, ScoreBias
 from flashbias_convert.attention import PreparedBias, flashbias_attention, launch
 from flashbias_convert.attention.hopper import rules
 
@@ -28,9 +28,16 @@ BF16, FP16 = torch.bfloat16, torch.float16
 KINDS = [(64, BF16), (128, BF16), (128, FP16)]
 
 
-@pytest.fixture(autouse=True)
-def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """All lengths are served, and how many launches were is told; none goes elsewhere."""
+@pytest.fixture(autouse=True, params=[1, 2**31], ids=["in turns", "beside"])
+def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """All lengths are served, and how many launches were is told; none goes elsewhere.
+
+    Tests run once more with heads of 64 on the form that serves short calls.
+    """
+    call = getattr(request.node, "callspec", None)
+    d = 64 if call is None else call.params.get("d", 64)
+    if d != 64 and request.param != 1:
+        pytest.skip("there is one form")
     from flashbias_convert.attention.hopper.plan import HopperPlan
 
     ran: list[int] = []
@@ -43,6 +50,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     monkeypatch.setattr(rules, "SHORTEST", dict.fromkeys(rules.SHORTEST, 1))
     monkeypatch.setattr(rules, "FEWEST_SCORES", 1)
+    monkeypatch.setattr(rules, "TURNS_FROM", request.param)
+    monkeypatch.setattr(rules, "REACH_FROM", 250)
     monkeypatch.setattr(launch, "_PLANS", {})
     monkeypatch.setattr(HopperPlan, "run", counted)
     yield ran
@@ -51,6 +60,11 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 def inputs(d: int, dtype: torch.dtype, n: int, **sizes: Any) -> Inputs:
     return Inputs(CUDA, dtype, n=n, m=n, d=d, dv=d, **{"batch": (2,), "heads": 3, **sizes})
+
+
+def key_values(x: Inputs) -> Tensor:
+    """Rows that the card can copy have multiples of four numbers; others go elsewhere."""
+    return 2 * x.normal(x.heads, x.n)
 
 
 def usual(*args: Any, **kwargs: Any) -> Tensor:
@@ -68,6 +82,60 @@ def test_every_length(d: int, dtype: torch.dtype, n: int) -> None:
     x = inputs(d, dtype, n)
     check(x, None, "triton")
     check(x, x.bias(x.low_rank(7, split=0)), "triton", scale=0.3)
+    check(x, None, "triton", causal=True)
+    check(x, x.bias(x.low_rank(7, split=0)), "triton", scale=0.3, causal=True)
+    check(x, x.bias(x.alibi()), "triton", causal=True)
+    check(x, x.bias(KeyBias(values=key_values(x))), "triton", scale=0.3)
+
+
+@pytest.mark.parametrize("slope", [-0.1, 0.0, 1e-3, 0.3, 4.0, 300.0])
+@pytest.mark.parametrize("size", [0.01, 1.0, 30.0])
+@pytest.mark.parametrize(("d", "dtype"), KINDS)
+def test_alibi_reaches_as_far_as_it_has_weight(
+    d: int, dtype: torch.dtype, size: float, slope: float
+) -> None:
+    """A call so long that it skips keys where slopes are steep, and scores small."""
+    x = inputs(d, dtype, 1400)
+    x.k = x.k * size
+    slopes = torch.tensor([slope, 0.02, 2 * slope], device=CUDA)
+    check(x, x.bias(Alibi(slopes=slopes)), "triton", causal=True)
+
+
+def test_no_key_is_skipped_that_has_weight() -> None:
+    """One pair far apart that the bound on scores allows: the longest query and the longest key."""
+    x = inputs(64, BF16, 1400)
+    x.k[:, :, 3] = 6.0 * x.q[:, :, 1300]
+    x.q[:, :, 1300] *= 6.0
+    slopes = torch.full((x.heads,), 0.2, device=CUDA)
+    check(x, x.bias(Alibi(slopes=slopes)), "triton", causal=True)
+
+
+@pytest.mark.parametrize("lead", [(3,), (1,), (2, 3), (2, 1), (1, 3)])
+@pytest.mark.parametrize(("d", "dtype"), KINDS)
+def test_a_bias_per_key_of_any_shape(d: int, dtype: torch.dtype, lead: tuple[int, ...]) -> None:
+    x = inputs(d, dtype, 300)
+    values = x.normal(*lead, 300)
+    values[..., 17:140] = float("-inf")
+    check(x, x.bias(KeyBias(values=values)), "triton")
+
+
+def test_keys_that_are_all_hidden_give_zeros() -> None:
+    x = inputs(64, BF16, 300)
+    values = key_values(x)
+    values[1] = float("-inf")
+    out = flashbias_attention(x.q, x.k, x.v, x.bias(KeyBias(values=values)), backend="triton")
+    assert (out[:, 1] == 0).all() and out.isfinite().all()
+    torch.testing.assert_close(out, usual(x.q, x.k, x.v, x.bias(KeyBias(values=values))),
+                               rtol=2e-2, atol=2e-2)  # fmt: skip
+
+
+def test_a_position_behind_the_first_goes_to_the_usual_kernel() -> None:
+    x = inputs(64, BF16, 300)
+    bias = x.bias(x.alibi())
+    check(x, bias, "triton", causal=True)
+    options = {"causal": True, "query_start": 40}
+    out = flashbias_attention(x.q, x.k, x.v, bias, backend="triton", **options)
+    assert torch.equal(out, usual(x.q, x.k, x.v, bias, **options))
 
 
 @pytest.mark.parametrize(
@@ -78,6 +146,7 @@ def test_every_length(d: int, dtype: torch.dtype, n: int) -> None:
 def test_every_number_of_columns(d: int, dtype: torch.dtype, rank: int) -> None:
     x = inputs(d, dtype, 333)
     check(x, x.bias(x.low_rank(rank, split=0)), "triton")
+    check(x, x.bias(x.low_rank(rank, split=0)), "triton", causal=True)
 
 
 @pytest.mark.parametrize("split", [1, 4])
@@ -100,6 +169,8 @@ def test_levels_of_the_first_tile_that_are_no_good(
         phi_k[:, stretch] = rise / 16
         term = LowRank(phi_q=torch.full((x.heads, n, 1), 16.0, device=CUDA), phi_k=phi_k, split=0)
         check(x, x.bias(term), "triton")
+        check(x, x.bias(term), "triton", causal=True)
+        check(x, x.bias(KeyBias(values=16.0 * phi_k[..., 0])), "triton")
 
 
 @pytest.mark.parametrize("level", [-2e4, -100.0, 100.0, 2e4])
@@ -109,6 +180,8 @@ def test_every_score_is_far_from_zero(d: int, dtype: torch.dtype, level: float) 
     phi_k = torch.full((x.heads, x.n, 1), level / 16, device=CUDA)
     term = LowRank(phi_q=torch.full((x.heads, x.n, 1), 16.0, device=CUDA), phi_k=phi_k, split=0)
     check(x, x.bias(term), "triton")
+    check(x, x.bias(term), "triton", causal=True)
+    check(x, x.bias(KeyBias(values=16.0 * phi_k[..., 0])), "triton")
 
 
 def test_only_blocks_of_some_heads_are_computed_again() -> None:
@@ -116,15 +189,27 @@ def test_only_blocks_of_some_heads_are_computed_again() -> None:
     x = inputs(64, BF16, 2000, batch=(3,), heads=8)
     x.k[1, 5, 1900] = 40.0 * x.q[1, 5, 777].sign()
     check(x, None, "triton")
+    x.k[1, 5, 100] = 40.0 * x.q[1, 5, 1777].sign()
+    check(x, None, "triton", causal=True)
+    check(x, x.bias(x.alibi()), "triton", causal=True)
 
 
+@pytest.mark.parametrize("kind", ["plain", "causal", "alibi", "key bias"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_what_is_not_finite_shows_where_it_does_elsewhere(name: str, value: float) -> None:
+def test_what_is_not_finite_shows_where_it_does_elsewhere(
+    name: str, value: float, kind: str
+) -> None:
     x = inputs(64, BF16, 300)
     getattr(x, name)[1, 2, 200, 5] = value
-    out = flashbias_attention(x.q, x.k, x.v, backend="triton")
-    expected = usual(x.q, x.k, x.v)
+    terms = {"alibi": Alibi(slopes=torch.full((3,), 0.1, device=CUDA)),
+             "key bias": KeyBias(values=key_values(x))}  # fmt: skip
+    bias = x.bias(terms[kind]) if kind in terms else None
+    causal = kind in ("causal", "alibi")
+    out = flashbias_attention(x.q, x.k, x.v, bias, causal=causal, backend="triton")
+    expected = usual(x.q, x.k, x.v, bias, causal=causal)
+    if name == "v" and causal:  # before it zero times infinity depends on the tiles
+        out, expected = out[:, :, 200:], expected[:, :, 200:]
     assert torch.equal(out.isfinite(), expected.isfinite()) and not out.isfinite().all()
     torch.testing.assert_close(out, expected, equal_nan=True, rtol=2e-2, atol=2e-2)
 
@@ -157,14 +242,20 @@ def test_factors_of_each_batch_entry() -> None:
 @pytest.mark.parametrize(("d", "dtype"), KINDS)
 def test_replays_and_repeats_have_the_same_bits(d: int, dtype: torch.dtype) -> None:
     x = inputs(d, dtype, 700)
-    added = PreparedBias(ScoreBias((x.low_rank(8, split=0),), x.heads))
+    for term, causal in (
+        (x.low_rank(8, split=0), False),
+        (x.low_rank(8, split=0), True),
+        (Alibi(slopes=torch.tensor([4.0, 0.5, 0.1], device=CUDA)), True),
+        (KeyBias(values=key_values(x)), False),
+    ):
+        added = PreparedBias(ScoreBias((term,), x.heads))
 
-    def call() -> Tensor:
-        return flashbias_attention(x.q, x.k, x.v, added, backend="triton")
+        def call(added: PreparedBias = added, causal: bool = causal) -> Tensor:
+            return flashbias_attention(x.q, x.k, x.v, added, causal=causal, backend="triton")
 
-    first = call()
-    assert all(torch.equal(call(), first) for _ in range(100))
-    assert_replays_follow(call, x)
+        first = call()
+        assert all(torch.equal(call(), first) for _ in range(100))
+        assert_replays_follow(call, x)
 
 
 def test_a_tensor_that_is_not_aligned_goes_to_the_usual_kernel() -> None:
@@ -178,12 +269,13 @@ def test_a_tensor_that_is_not_aligned_goes_to_the_usual_kernel() -> None:
 
 def test_a_compiled_call_takes_it() -> None:
     x = inputs(64, BF16, 512)
-    added = PreparedBias(ScoreBias((x.low_rank(8, split=0),), x.heads))
+    for term in (x.low_rank(8, split=0), x.alibi()):
+        added = PreparedBias(ScoreBias((term,), x.heads))
 
-    def call(q: Tensor) -> Tensor:
-        return flashbias_attention(q, x.k, x.v, added, backend="triton")
+        def call(q: Tensor, added: PreparedBias = added) -> Tensor:
+            return flashbias_attention(q, x.k, x.v, added, causal=True, backend="triton")
 
-    assert torch.equal(torch.compile(call, fullgraph=True)(x.q), call(x.q))
+        assert torch.equal(torch.compile(call, fullgraph=True)(x.q), call(x.q))
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -202,15 +294,17 @@ def test_rows_whose_scores_are_all_minus_infinity_are_zeros(d: int, dtype: torch
     x = inputs(d, dtype, 400)
     x.k[..., 0] = -1.0
     x.q[1, 2, 7, 0] = float("inf")
-    out = flashbias_attention(x.q, x.k, x.v, backend="triton")
-    expected = usual(x.q, x.k, x.v)
-    assert (out[1, 2, 7] == 0).all() and out.isfinite().all()
-    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    for causal in (False, True):
+        out = flashbias_attention(x.q, x.k, x.v, causal=causal, backend="triton")
+        expected = usual(x.q, x.k, x.v, causal=causal)
+        assert (out[1, 2, 7] == 0).all() and out.isfinite().all()
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_a_first_tile_of_minus_infinity_hides_nothing() -> None:
     """Scores beyond the range of fp32 in the first tile, and a strong key behind it."""
     x = inputs(64, BF16, 400)
+    x.q[0, 0, :, 0] = 0.0
     x.q[0, 0, 5] = 0.0
     x.q[0, 0, 5, 0] = 2e19
     x.k[0, 0, :, 0] = 0.0

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -16,100 +15,147 @@ from ..direct_launch import DirectLaunch, direct
 from ..launch_plan import Launchable, on_device
 from ..parts import multiprocessors_of
 from ..strides import VECTOR_BYTES
-from .rules import BLOCK_M, MARKS, ROWS, give_up, works
+from .forms import NO_BIAS, Form
+from .rules import LOG2E, MARKS, ROWS, give_up, rows_of, works
 
-LOG2E = math.log2(math.e)
-#: keys of a tile, tiles of keys under way, and warps of a warpgroup
-BLOCK_N, STAGES, WARPS = 128, 2, 4
-#: registers of a thread of the second math warpgroup, and of the warp that copies
-MATH_REGISTERS, COPY_REGISTERS = 240, 24
+#: warps of a warpgroup
+WARPS = 4
+#: bytes of keys and values that the cache holds beside what goes through it
+CACHED_BYTES = 24 * 2**20
+#: numbers of int32 in whole vectors that a card writes at once, and rows of a program of lengths
+WHOLE, LENGTHS_BLOCK = 64, 128
 
 
 class HopperPlan:
     """Everything about a launch that does not change between calls.
 
     Args:
-        tensors: of the call by name, see `rules.serves`.
-        columns: padded number of columns of factors.
-        instead: serves calls whose tensors the card cannot copy, or a compiler that fails.
+        tensors: of the call by name, see `rules.form_of`.
+        form: how the kernel computes it.
+        instead: serves calls that begin at another position, or whose tensors the card cannot copy,
+            or a compiler that fails.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], columns: int, instead: Launchable) -> None:
-        self._names, self._columns, self._instead = tuple(tensors), columns, instead
+    def __init__(self, tensors: Mapping[str, Tensor], form: Form, instead: Launchable) -> None:
+        self._names, self._instead = tuple(tensors), instead
         q = tensors["q"]
         self._heads, self._n, self._d = q.shape[-3:]
-        entries = self._heads * (q.shape[0] if q.dim() == 4 else 1)
-        self._works = -(-self._n // BLOCK_M) * entries
+        self._entries = self._heads * (q.shape[0] if q.dim() == 4 else 1)
+        self._works = -(-self._n // form.queries) * self._entries
         self._programs = multiprocessors_of(q.device)
         #: levels of the first tile have the range of bf16 alone
-        self._quick = q.dtype == torch.bfloat16 and self._works <= MARKS * self._programs
+        quick = q.dtype == torch.bfloat16 and self._works <= MARKS * self._programs
+        self._form = replace(form, quick=quick)
         self._tiles = {
-            name: Tiles.like(x, ROWS if name in ("q", "phi_q", "o") else BLOCK_N)
+            name: Tiles.like(x, ROWS if name in ("q", "phi_q", "o") else form.keys)
             for name, x in tensors.items()
+            if name not in ("slopes", "key_bias")
         }
-        self._launches: dict[bool, DirectLaunch | None] = {}
+        self._bias = (
+            KeyTiles.like(tensors["key_bias"], form.keys) if "key_bias" in tensors else None
+        )
+        #: numbers before the marks: of lengths
+        self._before = -(-2 * self._heads // WHOLE) * WHOLE if form.reach else 0
+        self._launches: dict[str, DirectLaunch | None] = {}
 
     def run(
         self, device: torch.device, tensors: Iterable[Tensor], numbers: Sequence[float] = ()
     ) -> None:
-        """Launch on `device`, on which the tensors are; `numbers` begin with the scale."""
+        """Launch on `device`, on which the tensors are; numbers are the scale and a position."""
         given = tuple(tensors)
-        if not works() or any(x.data_ptr() % VECTOR_BYTES for x in given):
+        elsewhere = self._form.causal and numbers[1] != 0
+        if elsewhere or not works() or any(x.data_ptr() % VECTOR_BYTES for x in given):
             self._instead.run(device, given, numbers)
             return
         try:
             with on_device(device):
                 self._run(device, dict(zip(self._names, given, strict=True)), numbers[0])
         except Exception as problem:
-            if len(self._launches) > self._quick:  # all is compiled: no fault of a compiler
-                raise
+            if len(self._launches) > self._form.reach + self._form.quick:
+                raise  # all is compiled: no fault of a compiler
             self._instead.run(device, given, numbers)
             if give_up(str(problem)):
                 words = "attention runs on the usual kernel, since that for Hopper fails"
                 warnings.warn(f"{words} ({type(problem).__name__}: {problem})", stacklevel=2)
 
     def _run(self, device: torch.device, tensors: Mapping[str, Tensor], scale: float) -> None:
-        marks = None
-        if self._quick:
-            marks = torch.zeros(self._works, dtype=torch.int32, device=device)
-        values = self.arguments(tensors, scale, marks)
-        self._launch(self._works, values, again=False)
-        if self._quick:
-            self._launch(min(self._works, self._programs), values, again=True)
+        form, zeros = self._form, None
+        if form.quick or form.reach:
+            size = self._before + self._works * form.quick
+            zeros = torch.zeros(size, dtype=torch.int32, device=device)
+        if form.reach:
+            self._measure(tensors, zeros)
+        values = self.arguments(tensors, scale, zeros)
+        self._launch("first", self._works, values | self.constants(again=False))
+        if form.quick:
+            programs = min(self._works, self._programs)
+            self._launch("again", programs, values | self.constants(again=True))
 
     def arguments(
-        self, tensors: Mapping[str, Tensor], scale: float, marks: Tensor | None
+        self, tensors: Mapping[str, Tensor], scale: float, zeros: Tensor | None
     ) -> dict[str, Any]:
         """Of the kernel, by name, but for the constants of a pass."""
+        form = self._form
         described = {f"{name}_desc": self._tiles[name].of(tensors[name]) for name in self._tiles}
         values: dict[str, Any] = {
             "q_desc": None, "phi_q_desc": None, "k_desc": None, "v_desc": None, "phi_k_desc": None,
-            "o_desc": None, "marks_ptr": marks, "to_exp2": scale * LOG2E, "N": self._n,
-            "H": self._heads, "works": self._works,
-            "many_qb": 0, "many_qh": 0, "many_kb": 0, "many_kh": 0,
+            "key_bias_desc": None, "o_desc": None, "marks_ptr": None,
+            "slopes_ptr": tensors.get("slopes"), "lengths_ptr": None, "scale": scale,
+            "to_exp2": LOG2E if form.bias != NO_BIAS else scale * LOG2E, "N": self._n,
+            "H": self._heads, "entries": self._entries, "near": self._near(), "works": self._works,
+            "many_qb": 0, "many_qh": 0, "many_kb": 0, "many_kh": 0, "many_bb": 0, "many_bh": 0,
         }  # fmt: skip
-        if self._columns:
+        if zeros is not None and form.quick:
+            values["marks_ptr"] = zeros[self._before :] if self._before else zeros
+        if zeros is not None and form.reach:
+            values["lengths_ptr"] = zeros[: 2 * self._heads].view(torch.float32)
+        if form.columns:
             many = (*self._tiles["phi_q"].shape[:2], *self._tiles["phi_k"].shape[:2])
             names = ("many_qb", "many_qh", "many_kb", "many_kh")
             values |= {name: int(size > 1) for name, size in zip(names, many, strict=True)}
-        constants = {"BN": BLOCK_N, "D": self._d, "R": self._columns, "STAGES": STAGES}
-        return {**values, **described, **constants}
+        if self._bias is not None:
+            described["key_bias_desc"] = self._bias.of(tensors["key_bias"])
+            values |= {"many_bb": self._bias.steps[0], "many_bh": self._bias.steps[1]}
+        return {**values, **described}
 
     def constants(self, again: bool) -> dict[str, Any]:
         """Those of a pass, in the kernel's order."""
-        quick = self._quick and not again
+        form = self._form
+        if again:
+            form = replace(form, quick=False, again=True, overlap=False, turns=False)
         return {
-            "QUICK": quick, "AGAIN": again, "MATH_REGS": MATH_REGISTERS,
-            "COPY_REGS": COPY_REGISTERS, "num_warps": WARPS,
+            "FORM": form.code(), "MATH_REGS": form.math_registers,
+            "COPY_REGS": form.copy_registers, "num_warps": WARPS,
         }  # fmt: skip
 
-    def _launch(self, programs: int, values: Mapping[str, Any], again: bool) -> None:
-        every = {**values, **self.constants(again)}
-        known = self._launches.get(again)
+    def _near(self) -> int:
+        """Heads whose keys and values the cache holds, in parts of about the same size."""
+        fit = max(1, CACHED_BYTES // (self._n * self._d * 4))
+        return -(-self._entries // -(-self._entries // fit))
+
+    def _measure(self, tensors: Mapping[str, Tensor], zeros: Tensor | None) -> None:
+        """The largest lengths of queries and keys, into the first zeros."""
+        q, k = (x if x.dim() == 4 else x[None] for x in (tensors["q"], tensors["k"]))
+        values = {
+            "q_ptr": q, "k_ptr": k, "out_ptr": zeros,
+            **dict(zip(("q_b", "q_h", "q_n"), q.stride()[:3], strict=True)),
+            **dict(zip(("k_b", "k_h", "k_n"), k.stride()[:3], strict=True)),
+            "N": self._n, "H": self._heads, "D": self._d, "BLOCK": LENGTHS_BLOCK,
+        }  # fmt: skip
+        programs = -(-self._n // LENGTHS_BLOCK) * self._entries
+        self._launch("lengths", programs, values, _lengths_kernel)
+
+    def _launch(
+        self, name: str, programs: int, values: Mapping[str, Any], kernel: Any = None
+    ) -> None:
+        known = self._launches.get(name)
         if known is not None:
-            known(programs, every.values())
+            known(programs, values.values())
             return
-        self._launches[again] = direct(_kernel()[(programs,)](**every))
+        most = self._form.most_registers
+        options = {} if kernel is not None or most is None else {"maxnreg": most}
+        made = (kernel or _kernel)()[(programs,)](**values, **options)
+        self._launches[name] = direct(made)
 
 
 @cache
@@ -117,6 +163,13 @@ def _kernel() -> Any:
     from .kernel import attention_kernel
 
     return attention_kernel
+
+
+@cache
+def _lengths_kernel() -> Any:
+    from .lengths import lengths_kernel
+
+    return lengths_kernel
 
 
 @dataclass(frozen=True)
@@ -146,6 +199,40 @@ class Tiles:
         kind = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[x.dtype]
         layout = gl.NVMMASharedLayout.get_default_for(block, kind)
         return cls(list(x.shape), list(x.stride()), block, layout)
+
+    def of(self, tensor: Tensor) -> Any:
+        """What the kernel takes."""
+        return _descriptor()(tensor, self.shape, self.strides, self.block, self.layout)
+
+
+@dataclass(frozen=True)
+class KeyTiles:
+    """Tiles (1, keys) of a bias per key, zeros past its end.
+
+    Attributes:
+        shape, strides: of its rows.
+        block, layout: of a tile, and how it lies in shared memory.
+        steps: rows from a batch entry to the next, and from a head to the next.
+    """
+
+    shape: list[int]
+    strides: list[int]
+    block: list[int]
+    layout: Any
+    steps: tuple[int, int]
+
+    @classmethod
+    def like(cls, x: Tensor, keys: int) -> KeyTiles:
+        """For tensors like this one, see `rules.rows_of`."""
+        from triton.experimental.gluon import language as gl
+
+        found = rows_of(x)
+        assert found is not None
+        row, *steps = found
+        b, h = (1, x.shape[0]) if x.dim() == 2 else x.shape[:2]
+        rows = 1 + (b - 1) * steps[0] + (h - 1) * steps[1]
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+        return cls([rows, x.shape[-1]], [row, 1], [1, keys], layout, (steps[0], steps[1]))
 
     def of(self, tensor: Tensor) -> Any:
         """What the kernel takes."""

@@ -2,33 +2,54 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from ..packing import GroupSpec
+from .forms import ALIBI, ALONE, BESIDE, KEY_BIAS, NO_BIAS, Form
 
 #: versions of Triton, whose Gluon the kernel was tested with on a card
 VERSIONS = ((3, 6),)
 CAPABILITY = (9, 0)
 #: by head size: padded columns of factors that fit the memory of a multiprocessor
 COLUMNS = {64: (0, 16, 32, 64, 128), 128: (0, 16, 32, 64)}
-#: by head size: fewest tokens from which on it was faster, see scripts/results/tune_hopper.csv
-SHORTEST = {64: 1536, 128: 512}
+#: by kind of a call and head size: fewest tokens from which on it was faster, see
+#: scripts/results/tune_hopper.csv
+SHORTEST = {
+    ("plain", 64): 1024, ("plain", 128): 512,
+    ("causal", 64): 1024, ("causal", 128): 1024,
+    ("alibi", 64): 1024, ("alibi", 128): 1024,
+    ("key bias", 64): 1024, ("key bias", 128): 1024,
+}  # fmt: skip
 #: fewest scores of a call: with less the host takes longer to describe tensors than the card works
 FEWEST_SCORES = 2**28
 #: fp16 has no range for quick steps; without them it was measured to pay with heads of this size
 FP16_FROM = 128
-#: queries of a warpgroup, and of a program, which has two
+#: with fewer tokens two programs beside each other were faster than warpgroups in turns, D = 64
+TURNS_FROM = 1536
+#: most columns with which two programs fit the memory of a multiprocessor
+BESIDE_COLUMNS = 64
+#: with fewer tokens looking for keys without weight costs more than they do
+REACH_FROM = 4096
+#: queries of a warpgroup, and most of a program, which has one or two
 ROWS, BLOCK_M = 64, 128
 #: most blocks of queries that a multiprocessor may have to look at in the second pass
 MARKS = 2048
-_KNOWN = {"q", "k", "v", "o", "phi_q", "phi_k"}
+LOG2E = math.log2(math.e)
+_EVERY = frozenset({"q", "k", "v", "o"})
+_OWN = {
+    "plain": (frozenset(), frozenset({"phi_q", "phi_k"})),
+    "alibi": (frozenset({"slopes"}),),
+    "key bias": (frozenset({"key_bias"}),),
+}
 
 
-def serves(
+def form_of(
     spec: GroupSpec,
     tensors: Mapping[str, Tensor],
     *,
@@ -36,33 +57,91 @@ def serves(
     causal: bool,
     cosine: bool,
     bounded: bool,
-) -> bool:
-    """Whether the kernel can serve a launch, and is worth it.
+) -> Form | None:
+    """How the kernel computes a call, or None where it cannot, or is not worth it.
 
     Args:
         plain_scale: one number for all heads, positive and no tiny one.
         spec, tensors, causal, cosine, bounded: see `launch.launch`.
     """
-    if spec.heads is not None or not _KNOWN.issuperset(tensors):
-        return False
-    if causal or cosine or bounded or not plain_scale or (spec.columns and not spec.scaled):
-        return False
+    kind = _kind(spec, tensors, causal)
+    if kind is None or cosine or bounded or not plain_scale:
+        return None
+    if spec.heads is not None or (spec.columns and not spec.scaled) or spec.symmetric:
+        return None
     q = tensors["q"]
     n, d = q.shape[-2:]
-    if q.dim() not in (3, 4) or spec.columns not in COLUMNS.get(d, ()) or n < SHORTEST[d]:
-        return False
-    if n * n * (q.numel() // (n * d)) < FEWEST_SCORES:
-        return False
+    if q.dim() not in (3, 4) or spec.columns not in COLUMNS.get(d, ()) or n < SHORTEST[kind, d]:
+        return None
+    if n * n * (q.numel() // (n * d)) < FEWEST_SCORES * (1 + causal):
+        return None
     if q.dtype != torch.bfloat16 and (q.dtype != torch.float16 or d < FP16_FROM):
-        return False
+        return None
+    if not _can_copy(tensors) or _GIVEN_UP or not is_there(q.device):
+        return None
+    return _form(kind, n, d, spec.columns, causal)
+
+
+def _kind(spec: GroupSpec, tensors: Mapping[str, Tensor], causal: bool) -> str | None:
+    more = frozenset(tensors) - _EVERY
+    for kind, sets in _OWN.items():
+        if more in sets:
+            if kind == "plain":
+                return "causal" if causal else kind
+            return kind if causal == (kind == "alibi") else None
+    return None
+
+
+def _form(kind: str, n: int, d: int, columns: int, causal: bool) -> Form:
+    bias = {"alibi": ALIBI, "key bias": KEY_BIAS}.get(kind, NO_BIAS)
+    form = Form(d, columns, causal=causal, bias=bias)
+    if kind == "alibi":
+        form = replace(form, reach=n >= REACH_FROM)
+    if d == 64 and kind == "key bias":
+        return replace(form, **ALONE)
+    if d == 64 and columns <= BESIDE_COLUMNS and (causal or n < TURNS_FROM):
+        form = replace(form, **BESIDE)
+        rest = 0 if causal or n < form.keys else n % form.keys
+        return replace(form, tail=next((t for t in (16, 32) if 0 < rest <= t), 0))
+    return form
+
+
+def _can_copy(tensors: Mapping[str, Tensor]) -> bool:
+    q = tensors["q"]
     if any(tensors[name].shape != q.shape for name in ("k", "v", "o")):
         return False
-    factors = [x for name, x in tensors.items() if name.startswith("phi")]
-    if any(x.dim() not in (3, 4) or x.dtype != torch.float16 for x in factors):
-        return False
-    own = [copyable(x, shared=x.dim() - 2 if name.startswith("phi") else 0)
-           for name, x in tensors.items()]  # fmt: skip
-    return all(own) and not _GIVEN_UP and is_there(q.device)
+    for name, x in tensors.items():
+        if name == "slopes":
+            if x.dim() != 1 or x.stride(0) != 1 or x.dtype != torch.float32:
+                return False
+        elif name == "key_bias":
+            if rows_of(x) is None or x.dtype != torch.float32:
+                return False
+        elif name.startswith("phi"):
+            if x.dim() not in (3, 4) or x.dtype != torch.float16 or not copyable(x, x.dim() - 2):
+                return False
+        elif not copyable(x):
+            return False
+    return True
+
+
+def rows_of(x: Tensor) -> tuple[int, int, int] | None:
+    """A bias per key, (B, H, M) or (H, M), as rows that the card can copy.
+
+    Returns:
+        Numbers from a row to the next, rows from a batch entry to the next, and from a head to the
+        next; None where there is no such row.
+    """
+    if x.dim() not in (2, 3) or x.stride(-1) != 1:
+        return None
+    b, h = ([(1, 0)] if x.dim() == 2 else []) + [
+        (size, step) for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    ]
+    steps = [step if size > 1 else 0 for size, step in (b, h)]
+    row = min((step for step in steps if step), default=-(-x.shape[-1] // 4) * 4)
+    if row * x.element_size() % 16 or any(step % row for step in steps):
+        return None
+    return row, steps[0] // row, steps[1] // row
 
 
 def copyable(x: Tensor, shared: int = 0) -> bool:

@@ -1,4 +1,4 @@
-"""What one warpgroup does with a tile of scores, in Gluon: layouts, exponentials, masks.
+"""What one warpgroup does with a tile of scores, in Gluon: layouts, products, masks, weights.
 
 A math warpgroup has 64 rows of queries. Scores, weights and sums stay in its registers, in the
 layout in which the tensor cores leave them.
@@ -11,10 +11,28 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from . import rules
+from . import forms, rules
 
 #: rows of a warpgroup
 ROWS = gl.constexpr(rules.ROWS)
+NO_BIAS, ALIBI, KEY_BIAS = (
+    gl.constexpr(kind) for kind in (forms.NO_BIAS, forms.ALIBI, forms.KEY_BIAS)
+)
+
+
+#: where a form's code has which number; Gluon lets functions read nothing but constants
+FIELDS = gl.constexpr(forms.FIELDS)
+
+
+@gluon.constexpr_function
+def get(form, name):
+    """A number of the form's code, as `forms.read` reads it."""
+    at = 0
+    for field, bits, unit in FIELDS.value:
+        if field == str(getattr(name, "value", name)):
+            return (int(getattr(form, "value", form)) >> at & (1 << bits) - 1) * unit
+        at += bits
+    raise KeyError(name)
 
 
 @gluon.constexpr_function
@@ -51,63 +69,134 @@ def narrow(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def scores(q, pq, k, pk, BN: gl.constexpr, D: gl.constexpr, R: gl.constexpr):
-    """Ask for q k^T + phi_q phi_k^T, (64, BN)."""
-    s = gl.zeros([ROWS, BN], gl.float32, product_layout(BN))
-    s = warpgroup_mma(q, k.reshape([BN, D]).permute([1, 0]), s, use_acc=False, is_async=True)
+def as_operand(p, dtype: gl.constexpr, D: gl.constexpr):
+    """Weights as the left factor of a product with values."""
+    return gl.convert_layout(narrow(p, dtype), operand_layout(D))
+
+
+@gluon.jit
+def scores(q, pq, k, pk, n: gl.constexpr, FORM: gl.constexpr):
+    """Ask for q k^T + phi_q phi_k^T, (64, n), of the first n keys of a tile."""
+    D: gl.constexpr = get(FORM, "HEAD")
+    R: gl.constexpr = get(FORM, "COLUMNS")
+    BN: gl.constexpr = get(FORM, "KEYS")
+    s = gl.zeros([ROWS, n], gl.float32, product_layout(n))
+    k = k.reshape([BN, D])
+    if n < BN:
+        k = k.slice(0, n)
+    s = warpgroup_mma(q, k.permute([1, 0]), s, use_acc=False, is_async=True)
     if R > 0:
-        s = warpgroup_mma(pq, pk.reshape([BN, R]).permute([1, 0]), s, is_async=True)
+        pk = pk.reshape([BN, R])
+        if n < BN:
+            pk = pk.slice(0, n)
+        s = warpgroup_mma(pq, pk.permute([1, 0]), s, is_async=True)
     return s
 
 
 @gluon.jit
-def weighted(p, v, acc, BN: gl.constexpr, D: gl.constexpr):
-    """Ask for acc + p v, (64, D)."""
-    return warpgroup_mma(p, v.reshape([BN, D]), acc, is_async=True)
+def weighted(p, v, acc, n: gl.constexpr, FORM: gl.constexpr):
+    """Ask for acc + p v, (64, D), of the first n keys of a tile."""
+    v = v.reshape([get(FORM, "KEYS"), get(FORM, "HEAD")])
+    if n < get(FORM, "KEYS"):
+        v = v.slice(0, n)
+    return warpgroup_mma(p, v, acc, is_async=True)
 
 
 @gluon.jit
-def hide_end(s, left, BN: gl.constexpr):
-    """Minus infinity from column `left` on, where a sequence has ended."""
-    columns = gl.arange(0, BN, gl.SliceLayout(0, product_layout(BN)))
-    return gl.where(columns[None, :] < left, s, float("-inf"))
+def hide(s, row, key, N, n: gl.constexpr, FORM: gl.constexpr):
+    """Minus infinity where a key comes after its query, or a sequence has ended.
+
+    Args:
+        s: (64, n), of queries from `row` on and keys from `key` on.
+        N: length of the sequence.
+    """
+    columns = gl.arange(0, n, gl.SliceLayout(0, product_layout(n)))
+    if get(FORM, "CAUSAL"):
+        # a row past the end is not stored, and one before it sees no key past it
+        rows = (row - key) + gl.arange(0, ROWS, gl.SliceLayout(1, product_layout(n)))
+        return gl.where(columns[None, :] <= rows[:, None], s, float("-inf"))
+    else:
+        return gl.where(columns[None, :] < N - key, s, float("-inf"))
+
+
+@gluon.jit
+def distances(slope, n: gl.constexpr, FORM: gl.constexpr):
+    """ALiBi's slope times keys counted from a tile's first one, (n,); without ALiBi anything."""
+    column = slope
+    if get(FORM, "BIAS") == ALIBI:
+        column = slope * gl.arange(0, n, gl.SliceLayout(0, product_layout(n))).to(gl.float32)
+    return column
+
+
+@gluon.jit
+def add_bias(s, column, values, scale, n: gl.constexpr, FORM: gl.constexpr):
+    """scale s + bias, but for what is constant along a row; s alone if there is none.
+
+    Args:
+        s: scores (64, n) in units of the scale.
+        column: of `distances`.
+        values: a tile of a bias per key in shared memory, or anything.
+    """
+    BN: gl.constexpr = get(FORM, "KEYS")
+    if get(FORM, "BIAS") == KEY_BIAS:
+        values = values.reshape([BN])
+        if n < BN:
+            values = values.slice(0, n)
+        column = values.load(gl.SliceLayout(0, product_layout(n)))
+    if get(FORM, "BIAS") != NO_BIAS:
+        s = gl.fma(s, scale, column[None, :])
+    return s
+
+
+@gluon.jit
+def row_shift(slope, row, key, D: gl.constexpr):
+    """ALiBi's slope * (the tile's first key - query), which `add_bias` leaves out, (64,)."""
+    i = gl.arange(0, ROWS, gl.SliceLayout(1, product_layout(D)))
+    return slope * (key - row - i).to(gl.float32)
 
 
 @gluon.jit
 def weights(
-    s, level, to_exp2, BN: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, QUICK: gl.constexpr
-):
+    y, level, shift, to_exp2, n: gl.constexpr, FIRST: gl.constexpr, FORM: gl.constexpr
+):  # fmt: skip
     """Softmax of a tile in units of the level of each row.
 
     Args:
-        s: scores (64, BN), in units of the scale.
-        level: largest scores so far, (64,).
+        y: (64, n) of `add_bias`.
+        level: largest ones so far, (64,).
+        shift: ALiBi's `row_shift`, or anything.
         to_exp2: turns them into exponents of two.
         FIRST: there are none so far.
-        QUICK: only the first tile sets the level.
 
     Returns:
-        New levels, the same in exponents of two (zero where nothing is visible so far, lest minus
-        infinity were taken from itself), weights in fp32 and their sums.
+        New levels, weights in fp32, their sums, and what older weights shrink by.
     """
+    D: gl.constexpr = get(FORM, "HEAD")
+    QUICK: gl.constexpr = get(FORM, "QUICK")
+    MOVES: gl.constexpr = get(FORM, "BIAS") == ALIBI
     rows: gl.constexpr = gl.SliceLayout(1, product_layout(D))
-    near: gl.constexpr = gl.SliceLayout(1, product_layout(BN))
+    near: gl.constexpr = gl.SliceLayout(1, product_layout(n))
     top = level
     if FIRST or not QUICK:
-        top = gl.convert_layout(gl.max(s, 1), rows, assert_trivial=True)
+        top = gl.convert_layout(gl.max(y, 1), rows, assert_trivial=True)
+        if MOVES:
+            top = top + shift
         if not FIRST:
             top = gl.maximum(level, top)
         if QUICK:
             # with a lower level usual scores would overflow
             top = gl.maximum(top, -24.0 / to_exp2)
-    base = top * to_exp2
+    # where nothing is visible so far minus infinity would be taken from itself
+    safe = top
     if not QUICK:
-        base = gl.where(top == float("-inf"), 0.0, base)
-    p = exp2(s * to_exp2 - gl.convert_layout(base, near, assert_trivial=True)[:, None])
-    return top, base, p, gl.convert_layout(gl.sum(p, 1), rows, assert_trivial=True)
-
-
-@gluon.jit
-def as_operand(p, dtype: gl.constexpr, D: gl.constexpr):
-    """Weights as the left factor of a product with values."""
-    return gl.convert_layout(narrow(p, dtype), operand_layout(D))
+        safe = gl.where(top == float("-inf"), 0.0, top)
+    shrink = level
+    if not (FIRST or QUICK):
+        shrink = exp2((level - safe) * to_exp2)
+    base = safe
+    if MOVES:
+        base = safe - shift
+    base = gl.convert_layout(base * to_exp2, near, assert_trivial=True)
+    p = exp2(y * to_exp2 - base[:, None])
+    total = gl.convert_layout(gl.sum(p, 1), rows, assert_trivial=True)
+    return top, p, total, shrink
