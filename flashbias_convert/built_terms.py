@@ -111,13 +111,15 @@ def distance_table(*, table: Tensor, n: int, gate: Tensor | None = None) -> Rela
 
     def codes() -> tuple[Tensor, Tensor]:
         down = torch.arange(n - 1, -1, -1, dtype=torch.int32, device=table.device)
+        down += RelativeTable.MARGIN
         return down, torch.arange(table.shape[-1] - n + 1, dtype=torch.int32, device=table.device)
 
     u, v = kept_with(table, ("distance codes", n), codes)
     return RelativeTable(
-        table=wide,
+        table=torch.nn.functional.pad(wide, (RelativeTable.MARGIN, RelativeTable.MARGIN)),
         u=u,
         v=v,
+        by_distance=1,
         row_scale=None if gate is None else gate.to(wide.dtype),
     )
 

@@ -54,6 +54,7 @@ class GroupSpec:
         scaled: phi_q is already divided by the scale of q k and rounded.
         symmetric: ALiBi by absolute distance.
         region_value: what a pair of different regions adds.
+        by_distance: see `RelativeTable`.
         tensors: names of the tensors that follow, in order.
     """
 
@@ -63,6 +64,7 @@ class GroupSpec:
     scaled: bool = False
     symmetric: bool = False
     region_value: float = 0.0
+    by_distance: int = 0
     tensors: tuple[str, ...] = ()
 
     def values(self) -> tuple[object, ...]:
@@ -74,6 +76,7 @@ class GroupSpec:
             self.scaled,
             self.symmetric,
             self.region_value,
+            self.by_distance,
             self.tensors,
         )
 
@@ -337,6 +340,8 @@ def spec_fields(term: Term) -> dict[str, Any]:
     """What a term says in its group's specification."""
     if isinstance(term, Regions):
         return {"region_value": float(term.value)}
+    if isinstance(term, RelativeTable):
+        return {"by_distance": term.by_distance}
     return {"symmetric": term.symmetric} if isinstance(term, Alibi) else {}
 
 

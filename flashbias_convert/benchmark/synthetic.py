@@ -125,6 +125,13 @@ def _low_rank(term: LowRank, maker: _Maker, heads: int, _: torch.dtype) -> Term:
 
 
 def _relative_table(term: RelativeTable, maker: _Maker, heads: int, _: torch.dtype) -> Term:
+    if term.by_distance:
+        u = torch.arange(maker.n, device=maker.device)
+        down = maker.n - 1 - u
+        u, v = (down, u) if term.by_distance > 0 else (u, down)
+        table = maker.draw(heads, 2 * maker.n - 1)
+        made = RelativeTable.of_distances(table, u, v, term.by_distance)
+        return dataclasses.replace(made, heads=term.heads)
     height, width = maker.window()
     row, column, _width = maker.cells()
     u = row * (2 * width - 1) + column

@@ -87,7 +87,8 @@ def exact_candidates(
     found = [Candidate("dense", dense, "the bias itself is exact")]
     for members, term in tables:
         if head in members:
-            kind, entries = term.kind, term.table.shape[-1]
+            kind = term.kind
+            entries = term.table.shape[-1] if isinstance(term, Lookup) else term.entries
             cost = added_cost(kind, n, m, head_dim=head_dim)
             why = f"a table of {entries} {_OF[kind]} is exact"
             if not is_measured(kind, head_dim):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..terms import Dense, Regions, RelativeTable
+from ..terms.relative_table import distance_direction
 from .chunks import chunks
 from .codes import Codes, check_index, codes_from_index, grids
 
@@ -113,8 +114,11 @@ def _tabulate(bias: Tensor, codes: Codes) -> RelativeTable | None:
     for part in chunks(len(flat), len(cell_code), bias.device):
         if not torch.equal(table[part][:, cell_code].to(bias.dtype), flat[part]):
             return None
-    return RelativeTable(
-        table=table.reshape(*bias.shape[:-2], size), u=codes.u.int(), v=codes.v.int()
+    return RelativeTable.of_distances(
+        table.reshape(*bias.shape[:-2], size),
+        codes.u.int(),
+        codes.v.int(),
+        distance_direction(codes.u, codes.v),
     )
 
 

@@ -23,7 +23,14 @@ class RelativeTable(Term):
         table: fp32, shape (*batch, H or 1, T).
         u: integers, shape (N,), the query codes.
         v: integers, shape (M,), the key codes; 0 <= u[i] + v[j] < T for all i, j.
+        by_distance: what is known of the codes: 1 if u[i] + v[j] = c + j - i with one c for all,
+            -1 if it is c + i - j, and the table has `MARGIN` more entries before those of any i, j
+            and after them; 0 if nothing is. A kernel for distances is faster, and trusts it; see
+            `of_distances`.
     """
+
+    #: tokens past the end that a kernel has in a tile with the last ones
+    MARGIN: ClassVar[int] = 64
 
     kind: ClassVar[str] = "relative_table"
     head_dims: ClassVar[dict[str, int]] = {"table": -2}
@@ -31,8 +38,24 @@ class RelativeTable(Term):
     table: Tensor = pinned_tensor()
     u: Tensor = pinned_tensor()
     v: Tensor = pinned_tensor()
+    by_distance: int = 0
+
+    @classmethod
+    def of_distances(cls, table: Tensor, u: Tensor, v: Tensor, step: int) -> RelativeTable:
+        """The term of codes that count distances, with a margin around its table.
+
+        Args:
+            table: shape (*batch, H or 1, T).
+            u, v: its codes.
+            step: 1 if u[i] + v[j] grows with the key, -1 if it grows with the query, 0 if codes do
+                not count distances; then the table stays as it is.
+        """
+        if step:
+            table, u = torch.nn.functional.pad(table, (cls.MARGIN, cls.MARGIN)), u + cls.MARGIN
+        return cls(table=table, u=u, v=v, by_distance=step)
 
     def __post_init__(self) -> None:
+        require(self.by_distance in (-1, 0, 1), "by_distance must be -1, 0 or 1")
         require_shape("table", self.table, 2, "(*batch, H, T)")
         for name in ("u", "v"):
             codes = getattr(self, name)
@@ -40,14 +63,27 @@ class RelativeTable(Term):
             if codes.dim() != 1:
                 raise ValueError(f"{name} must be one-dimensional, got {tuple(codes.shape)}")
 
+    @property
+    def entries(self) -> int:
+        """Entries of the table without its margin."""
+        return self.table.shape[-1] - (2 * self.MARGIN if self.by_distance else 0)
+
     def check_codes(self) -> None:
-        """Raise ValueError if a code points outside the table (reads the codes: synchronises)."""
-        low = int(self.u.min() + self.v.min())
-        high = int(self.u.max() + self.v.max())
+        """Raise ValueError if a code points outside the table, or codes are not `by_distance`.
+
+        Reads the codes: synchronises.
+        """
+        margin = self.MARGIN if self.by_distance else 0
+        low = int(self.u.min() + self.v.min()) - margin
+        high = int(self.u.max() + self.v.max()) + margin
         size = self.table.shape[-1]
         require(
             low >= 0 and high < size,
             f"relative codes reach from {low} to {high}, but the table has {size} entries",
+        )
+        require(
+            self.by_distance in (0, distance_direction(self.u, self.v)),
+            f"by_distance is {self.by_distance}, but the codes do not count distances that way",
         )
 
     def sizes(self) -> list[tuple[str, int, str]]:
@@ -60,3 +96,16 @@ class RelativeTable(Term):
     def batch_shape(self) -> tuple[int, ...]:
         own = tuple(self.table.shape[:-2])
         return joint_shape(own, self._row_scale_batch())
+
+
+def distance_direction(u: Tensor, v: Tensor) -> int:
+    """The `by_distance` of these codes. Reads them: synchronises.
+
+    Args:
+        u: integers, shape (N,).
+        v: integers, shape (M,).
+    """
+    for step in (1, -1):
+        if bool((u.diff() == -step).all()) and bool((v.diff() == step).all()):
+            return step
+    return 0

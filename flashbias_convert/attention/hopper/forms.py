@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-#: what is added element by element: nothing, ALiBi's slope times a distance, a number of a key
-NO_BIAS, ALIBI, KEY_BIAS = range(3)
+#: what is added element by element: nothing, ALiBi's slope times a distance, a number of a key, an
+#: entry of a table at a sum of two codes, or at a distance, which rises with the key or falls
+NO_BIAS, ALIBI, KEY_BIAS, TABLE, RISING, FALLING = range(6)
 #: of the integer: name, bits, unit
 FIELDS = (
     ("HEAD", 4, 16), ("COLUMNS", 4, 16), ("KEYS", 4, 16), ("STAGES", 3, 1), ("GROUPS", 2, 1),
-    ("OVERLAP", 1, 1), ("TURNS", 1, 1), ("CAUSAL", 1, 1), ("BIAS", 2, 1), ("QUICK", 1, 1),
+    ("OVERLAP", 1, 1), ("TURNS", 1, 1), ("CAUSAL", 1, 1), ("BIAS", 3, 1), ("QUICK", 1, 1),
     ("AGAIN", 1, 1), ("TAIL", 3, 16), ("REACH", 1, 1),
 )  # fmt: skip
 
@@ -31,7 +32,7 @@ class Form:
         overlap: the product of weights and values runs while the next weights are computed.
         turns: warpgroups take turns to ask for products.
         causal: keys after a query are hidden.
-        bias: one of `NO_BIAS`, `ALIBI`, `KEY_BIAS`.
+        bias: one of `NO_BIAS`, `ALIBI`, `KEY_BIAS`, `TABLE`, `RISING`, `FALLING`.
         quick: only the first tile sets the level of a row; rows where that is no good are marked.
         again: compute only blocks of queries with marks.
         tail: most keys of the last tile, where they are few; 0: as many as elsewhere.
@@ -89,8 +90,11 @@ def read(code: int, name: str) -> int:
     raise KeyError(name)
 
 
-#: two programs beside each other with small tiles, and two programs of one warpgroup
+#: programs beside each other: with small tiles two, of one warpgroup two, or with both three
 BESIDE: dict[str, Any] = {
     "keys": 64, "overlap": False, "turns": False, "most_registers": 80, "math_registers": 104,
 }  # fmt: skip
 ALONE: dict[str, Any] = {"groups": 1, "turns": False, "most_registers": 128}
+SMALL: dict[str, Any] = {
+    "keys": 64, "groups": 1, "overlap": False, "turns": False, "most_registers": 80,
+}  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,11 +15,14 @@ from ..direct_launch import DirectLaunch, direct
 from ..launch_plan import Launchable, on_device
 from ..parts import multiprocessors_of
 from ..strides import VECTOR_BYTES
+from .described import Tiles, key_tiles, row_tiles
 from .forms import NO_BIAS, Form
-from .rules import LOG2E, MARKS, ROWS, give_up, rows_of, works
+from .rules import LOG2E, MARKS, ROWS, give_up, works
 
 #: warps of a warpgroup
 WARPS = 4
+#: tensors that are described to the card as they are
+TILED = frozenset({"q", "k", "v", "o", "phi_q", "phi_k"})
 #: bytes of keys and values that the cache holds beside what goes through it
 CACHED_BYTES = 24 * 2**20
 #: numbers of int32 in whole vectors that a card writes at once, and rows of a program of lengths
@@ -44,16 +47,20 @@ class HopperPlan:
         self._works = -(-self._n // form.queries) * self._entries
         self._programs = multiprocessors_of(q.device)
         #: levels of the first tile have the range of bf16 alone
-        quick = q.dtype == torch.bfloat16 and self._works <= MARKS * self._programs
+        wide = q.dtype == torch.bfloat16
+        quick = form.quick and wide and self._works <= MARKS * self._programs
         self._form = replace(form, quick=quick)
-        self._tiles = {
-            name: Tiles.like(x, ROWS if name in ("q", "phi_q", "o") else form.keys)
+        self._tiles: dict[str, Tiles] = {
+            name: row_tiles(x, ROWS if name in ("q", "phi_q", "o") else form.keys)
             for name, x in tensors.items()
-            if name not in ("slopes", "key_bias")
+            if name in TILED
         }
-        self._bias = (
-            KeyTiles.like(tensors["key_bias"], form.keys) if "key_bias" in tensors else None
-        )
+        table = tensors.get("table")
+        self._table_step = 0 if table is None or len(table) == 1 else table.stride(0)
+        self._bias_steps = (0, 0)
+        if "key_bias" in tensors:
+            tiles, *steps = key_tiles(tensors["key_bias"], form.keys)
+            self._tiles["key_bias"], self._bias_steps = tiles, (steps[0], steps[1])
         #: numbers before the marks: of lengths
         self._before = -(-2 * self._heads // WHOLE) * WHOLE if form.reach else 0
         self._launches: dict[str, DirectLaunch | None] = {}
@@ -100,10 +107,14 @@ class HopperPlan:
         values: dict[str, Any] = {
             "q_desc": None, "phi_q_desc": None, "k_desc": None, "v_desc": None, "phi_k_desc": None,
             "key_bias_desc": None, "o_desc": None, "marks_ptr": None,
-            "slopes_ptr": tensors.get("slopes"), "lengths_ptr": None, "scale": scale,
+            "slopes_ptr": tensors.get("slopes"), "lengths_ptr": None,
+            "table_ptr": tensors.get("table"), "table_step": self._table_step,
+            "codes_q_ptr": tensors.get("codes_q"), "codes_k_ptr": tensors.get("codes_k"),
+            "scale": scale,
             "to_exp2": LOG2E if form.bias != NO_BIAS else scale * LOG2E, "N": self._n,
             "H": self._heads, "entries": self._entries, "near": self._near(), "works": self._works,
-            "many_qb": 0, "many_qh": 0, "many_kb": 0, "many_kh": 0, "many_bb": 0, "many_bh": 0,
+            "many_qb": 0, "many_qh": 0, "many_kb": 0, "many_kh": 0,
+            "many_bb": self._bias_steps[0], "many_bh": self._bias_steps[1],
         }  # fmt: skip
         if zeros is not None and form.quick:
             values["marks_ptr"] = zeros[self._before :] if self._before else zeros
@@ -113,9 +124,6 @@ class HopperPlan:
             many = (*self._tiles["phi_q"].shape[:2], *self._tiles["phi_k"].shape[:2])
             names = ("many_qb", "many_qh", "many_kb", "many_kh")
             values |= {name: int(size > 1) for name, size in zip(names, many, strict=True)}
-        if self._bias is not None:
-            described["key_bias_desc"] = self._bias.of(tensors["key_bias"])
-            values |= {"many_bb": self._bias.steps[0], "many_bh": self._bias.steps[1]}
         return {**values, **described}
 
     def constants(self, again: bool) -> dict[str, Any]:
@@ -170,77 +178,3 @@ def _lengths_kernel() -> Any:
     from .lengths import lengths_kernel
 
     return lengths_kernel
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Tiles (1, 1, rows, columns) of a tensor (B, H, N, columns), zeros past the end of N.
-
-    Attributes:
-        shape, strides: of the tensor, without entries that are the same for all.
-        block, layout: of a tile, and how it lies in shared memory.
-    """
-
-    shape: list[int]
-    strides: list[int]
-    block: list[int]
-    layout: Any
-
-    @classmethod
-    def like(cls, x: Tensor, rows: int) -> Tiles:
-        """For tensors like this one, (H, N, columns) or with a batch before."""
-        from triton.experimental.gluon import language as gl
-
-        x = x if x.dim() == 4 else x[None]
-        for dim in (0, 1):
-            if x.stride(dim) == 0:
-                x = x.narrow(dim, 0, 1)
-        block = [1, 1, rows, x.shape[-1]]
-        kind = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[x.dtype]
-        layout = gl.NVMMASharedLayout.get_default_for(block, kind)
-        return cls(list(x.shape), list(x.stride()), block, layout)
-
-    def of(self, tensor: Tensor) -> Any:
-        """What the kernel takes."""
-        return _descriptor()(tensor, self.shape, self.strides, self.block, self.layout)
-
-
-@dataclass(frozen=True)
-class KeyTiles:
-    """Tiles (1, keys) of a bias per key, zeros past its end.
-
-    Attributes:
-        shape, strides: of its rows.
-        block, layout: of a tile, and how it lies in shared memory.
-        steps: rows from a batch entry to the next, and from a head to the next.
-    """
-
-    shape: list[int]
-    strides: list[int]
-    block: list[int]
-    layout: Any
-    steps: tuple[int, int]
-
-    @classmethod
-    def like(cls, x: Tensor, keys: int) -> KeyTiles:
-        """For tensors like this one, see `rules.rows_of`."""
-        from triton.experimental.gluon import language as gl
-
-        found = rows_of(x)
-        assert found is not None
-        row, *steps = found
-        b, h = (1, x.shape[0]) if x.dim() == 2 else x.shape[:2]
-        rows = 1 + (b - 1) * steps[0] + (h - 1) * steps[1]
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-        return cls([rows, x.shape[-1]], [row, 1], [1, keys], layout, (steps[0], steps[1]))
-
-    def of(self, tensor: Tensor) -> Any:
-        """What the kernel takes."""
-        return _descriptor()(tensor, self.shape, self.strides, self.block, self.layout)
-
-
-@cache
-def _descriptor() -> Any:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    return TensorDescriptor

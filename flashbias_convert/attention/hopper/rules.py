@@ -11,7 +11,18 @@ import torch
 from torch import Tensor
 
 from ..packing import GroupSpec
-from .forms import ALIBI, ALONE, BESIDE, KEY_BIAS, NO_BIAS, Form
+from .forms import (
+    ALIBI,
+    ALONE,
+    BESIDE,
+    FALLING,
+    KEY_BIAS,
+    NO_BIAS,
+    RISING,
+    SMALL,
+    TABLE,
+    Form,
+)
 
 #: versions of Triton, whose Gluon the kernel was tested with on a card
 VERSIONS = ((3, 6),)
@@ -25,6 +36,7 @@ SHORTEST = {
     ("causal", 64): 1024, ("causal", 128): 1024,
     ("alibi", 64): 1024, ("alibi", 128): 1024,
     ("key bias", 64): 1024, ("key bias", 128): 1024,
+    ("table", 64): 1024, ("distances", 64): 512,
 }  # fmt: skip
 #: fewest scores of a call: with less the host takes longer to describe tensors than the card works
 FEWEST_SCORES = 2**28
@@ -34,6 +46,8 @@ FP16_FROM = 128
 TURNS_FROM = 1536
 #: most columns with which two programs fit the memory of a multiprocessor
 BESIDE_COLUMNS = 64
+#: with fewer tokens a second launch takes longer than steps save that follow the largest score
+QUICK_DISTANCES_FROM = 1024
 #: with fewer tokens looking for keys without weight costs more than they do
 REACH_FROM = 4096
 #: queries of a warpgroup, and most of a program, which has one or two
@@ -46,6 +60,7 @@ _OWN = {
     "plain": (frozenset(), frozenset({"phi_q", "phi_k"})),
     "alibi": (frozenset({"slopes"}),),
     "key bias": (frozenset({"key_bias"}),),
+    "table": (frozenset({"table", "codes_q", "codes_k"}),),
 }
 
 
@@ -71,15 +86,22 @@ def form_of(
         return None
     q = tensors["q"]
     n, d = q.shape[-2:]
-    if q.dim() not in (3, 4) or spec.columns not in COLUMNS.get(d, ()) or n < SHORTEST[kind, d]:
+    if (
+        q.dim() not in (3, 4)
+        or spec.columns not in COLUMNS.get(d, ())
+        or n < SHORTEST.get((kind, d), n + 1)
+    ):
         return None
     if n * n * (q.numel() // (n * d)) < FEWEST_SCORES * (1 + causal):
         return None
-    if q.dtype != torch.bfloat16 and (q.dtype != torch.float16 or d < FP16_FROM):
+    if q.dtype == torch.float16 and kind != "distances" and d < FP16_FROM:
+        return None
+    if q.dtype not in (torch.bfloat16, torch.float16):
         return None
     if not _can_copy(tensors) or _GIVEN_UP or not is_there(q.device):
         return None
-    return _form(kind, n, d, spec.columns, causal)
+    form = Form(d, spec.columns, causal=causal, bias=_bias(kind, spec.by_distance))
+    return _chosen(kind, form, n)
 
 
 def _kind(spec: GroupSpec, tensors: Mapping[str, Tensor], causal: bool) -> str | None:
@@ -88,22 +110,37 @@ def _kind(spec: GroupSpec, tensors: Mapping[str, Tensor], causal: bool) -> str |
         if more in sets:
             if kind == "plain":
                 return "causal" if causal else kind
+            if kind == "table" and spec.by_distance:
+                return "distances"
             return kind if causal == (kind == "alibi") else None
     return None
 
 
-def _form(kind: str, n: int, d: int, columns: int, causal: bool) -> Form:
-    bias = {"alibi": ALIBI, "key bias": KEY_BIAS}.get(kind, NO_BIAS)
-    form = Form(d, columns, causal=causal, bias=bias)
+def _bias(kind: str, by_distance: int) -> int:
+    if kind == "distances":
+        return RISING if by_distance > 0 else FALLING
+    return {"alibi": ALIBI, "key bias": KEY_BIAS, "table": TABLE}.get(kind, NO_BIAS)
+
+
+def _chosen(kind: str, form: Form, n: int) -> Form:
+    """The form that was measured to be the fastest for n tokens."""
     if kind == "alibi":
         form = replace(form, reach=n >= REACH_FROM)
-    if d == 64 and kind == "key bias":
-        return replace(form, **ALONE)
-    if d == 64 and columns <= BESIDE_COLUMNS and (causal or n < TURNS_FROM):
-        form = replace(form, **BESIDE)
-        rest = 0 if causal or n < form.keys else n % form.keys
-        return replace(form, tail=next((t for t in (16, 32) if 0 < rest <= t), 0))
+    if form.head != 64:
+        return form
+    if kind == "distances":
+        return _with_tail(replace(form, **SMALL, quick=n >= QUICK_DISTANCES_FROM), n)
+    if kind in ("key bias", "table"):
+        return _with_tail(replace(form, **ALONE), n)
+    if form.columns <= BESIDE_COLUMNS and (form.causal or n < TURNS_FROM):
+        return _with_tail(replace(form, **BESIDE), n)
     return form
+
+
+def _with_tail(form: Form, n: int) -> Form:
+    """A smaller last tile where few keys are left."""
+    rest = 0 if form.causal or n < form.keys else n % form.keys
+    return replace(form, tail=next((t for t in (16, 32) if 0 < rest <= t), 0))
 
 
 def _can_copy(tensors: Mapping[str, Tensor]) -> bool:
@@ -111,7 +148,13 @@ def _can_copy(tensors: Mapping[str, Tensor]) -> bool:
     if any(tensors[name].shape != q.shape for name in ("k", "v", "o")):
         return False
     for name, x in tensors.items():
-        if name == "slopes":
+        if name.startswith("codes"):
+            if x.dim() != 1 or x.stride(0) != 1 or x.dtype != torch.int32:
+                return False
+        elif name == "table":
+            if x.dim() != 2 or x.stride(1) != 1 or x.dtype != torch.float32:
+                return False
+        elif name == "slopes":
             if x.dim() != 1 or x.stride(0) != 1 or x.dtype != torch.float32:
                 return False
         elif name == "key_bias":

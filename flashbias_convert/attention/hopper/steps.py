@@ -1,8 +1,10 @@
 """Steps of a math warpgroup over tiles of keys, in Gluon; see `kernel` for the barriers.
 
-Names: `bufs` are the rings of k, v, phi_k and a bias per key; `bars` all barriers; `ring` slots and
-phases of k and v, and the phase of the turn; `numbers` the scale, what turns scores into exponents
-of two, and ALiBi's slope; `row`, `key` the first query and key; W the warpgroup.
+`given` is all that stays the same: q and phi_q, the rings of k, v, phi_k and a bias per key, their
+barriers, the scale and what turns scores into exponents of two, `extra` (ALiBi's slope, a table (by
+distance: where it has distance zero), codes of keys and those of the queries), the first query and
+the length of the sequence. `ring` has slots and phases of k and v, and the phase of the turn; `key`
+is the first key of a tile, W the warpgroup.
 """
 
 # mypy: ignore-errors
@@ -16,7 +18,7 @@ from .tiles import (
     ALIBI,
     add_bias,
     as_operand,
-    distances,
+    before_scores,
     get,
     hide,
     row_shift,
@@ -36,13 +38,14 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def first_part(
-    q, pq, bufs, bars, ring, level, numbers, row, key, N, W: gl.constexpr, n: gl.constexpr,
+    given, ring, level, key, W: gl.constexpr, n: gl.constexpr,
     FIRST: gl.constexpr, MASK: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """Scores and weights of a tile, and nothing beside them."""
+    q, pq, bufs, bars, numbers, extra, row, N = given
     k_full, k_empty, _v_full, _v_empty, turn = bars
     GROUPS: gl.constexpr = get(FORM, "GROUPS")
-    scale, to_exp2, slope = numbers
+    scale, to_exp2 = numbers
     ks, kp, vs, vp, tp = ring
     mbarrier.wait(k_full.index(ks), kp)
     if get(FORM, "TURNS"):
@@ -51,23 +54,24 @@ def first_part(
     if get(FORM, "TURNS"):
         mbarrier.arrive(turn.index((W + 1) % GROUPS))
         tp = tp ^ 1
-    column = distances(slope, n, FORM)
+    found = before_scores(extra, row, key, N, n, FORM)
     s = warpgroup_mma_wait(0, (s,))
-    y = add_bias(s, column, bufs[3].index(ks), scale, n, FORM)
+    y = add_bias(s, found, bufs[3].index(ks), extra, scale, n, FORM)
     mbarrier.arrive(k_empty.index(ks))
     if MASK:
         y = hide(y, row, key, N, n, FORM)
     shift = level
     if get(FORM, "BIAS") == ALIBI:
-        shift = row_shift(slope, row, key, get(FORM, "HEAD"))
+        shift = row_shift(extra[0], row, key, get(FORM, "HEAD"))
     top, p, total, shrink = weights(y, level, shift, to_exp2, n, FIRST, FORM)
     ks, kp = advance(ks, kp, get(FORM, "STAGES"))
     return top, p, total, shrink, (ks, kp, vs, vp, tp)
 
 
 @gluon.jit
-def last_part(p, bufs, bars, ring, acc, n: gl.constexpr, FORM: gl.constexpr):
+def last_part(p, given, ring, acc, n: gl.constexpr, FORM: gl.constexpr):
     """acc + p v, waited for."""
+    bufs, bars = given[2], given[3]
     _k_full, _k_empty, v_full, v_empty, _turn = bars
     ks, kp, vs, vp, tp = ring
     mbarrier.wait(v_full.index(vs), vp)
@@ -93,31 +97,30 @@ def join(acc, total, added, shrink, FIRST: gl.constexpr, FORM: gl.constexpr):
 
 @gluon.jit
 def whole_step(
-    q, pq, bufs, bars, state, ring, numbers, row, key, N, W: gl.constexpr, dtype: gl.constexpr,
+    given, state, ring, key, W: gl.constexpr, dtype: gl.constexpr,
     n: gl.constexpr, FIRST: gl.constexpr, MASK: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """One tile of keys, and its product with values behind its weights."""
     acc, level, total = state
-    top, p, added, shrink, ring = first_part(
-        q, pq, bufs, bars, ring, level, numbers, row, key, N, W, n, FIRST, MASK, FORM
-    )
+    top, p, added, shrink, ring = first_part(given, ring, level, key, W, n, FIRST, MASK, FORM)
     acc, total = join(acc, total, added, shrink, FIRST, FORM)
     p = as_operand(p, dtype, get(FORM, "HEAD"))
-    acc, ring = last_part(p, bufs, bars, ring, acc, n, FORM)
+    acc, ring = last_part(p, given, ring, acc, n, FORM)
     return (acc, top, total), ring
 
 
 @gluon.jit
 def overlapped_step(
-    q, pq, bufs, bars, state, ring, numbers, row, key, N, W: gl.constexpr, dtype: gl.constexpr,
+    given, state, ring, key, W: gl.constexpr, dtype: gl.constexpr,
     MASK: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """The scores of one tile of keys, and the product of values and the weights before them."""
+    q, pq, bufs, bars, numbers, extra, row, N = given
     k_full, k_empty, v_full, v_empty, turn = bars
     GROUPS: gl.constexpr = get(FORM, "GROUPS")
     BN: gl.constexpr = get(FORM, "KEYS")
     acc, level, total, p = state
-    scale, to_exp2, slope = numbers
+    scale, to_exp2 = numbers
     ks, kp, vs, vp, tp = ring
 
     mbarrier.wait(k_full.index(ks), kp)
@@ -129,15 +132,15 @@ def overlapped_step(
     if get(FORM, "TURNS"):
         mbarrier.arrive(turn.index((W + 1) % GROUPS))
         tp = tp ^ 1
-    column = distances(slope, BN, FORM)
+    found = before_scores(extra, row, key, N, BN, FORM)
     s = warpgroup_mma_wait(1, (s,))  # the other product may still run
-    y = add_bias(s, column, bufs[3].index(ks), scale, BN, FORM)
+    y = add_bias(s, found, bufs[3].index(ks), extra, scale, BN, FORM)
     mbarrier.arrive(k_empty.index(ks))
     if MASK:
         y = hide(y, row, key, N, BN, FORM)
     shift = level
     if get(FORM, "BIAS") == ALIBI:
-        shift = row_shift(slope, row, key, get(FORM, "HEAD"))
+        shift = row_shift(extra[0], row, key, get(FORM, "HEAD"))
     top, new, added, shrink = weights(y, level, shift, to_exp2, BN, False, FORM)
     # The assembler moves the wait for the product before the weights, and nothing overlaps, unless
     # a block of instructions ends between them: a wait for what has long been there.
@@ -153,9 +156,9 @@ def overlapped_step(
 
 
 @gluon.jit
-def skipped_step(bars, ring, W: gl.constexpr, FORM: gl.constexpr):
+def skipped_step(given, ring, W: gl.constexpr, FORM: gl.constexpr):
     """A tile of which the warpgroup sees nothing: wait until it is there, and pass the turn on."""
-    k_full, k_empty, v_full, v_empty, turn = bars
+    k_full, k_empty, v_full, v_empty, turn = given[3]
     ks, kp, vs, vp, tp = ring
     mbarrier.wait(k_full.index(ks), kp)
     if get(FORM, "TURNS"):

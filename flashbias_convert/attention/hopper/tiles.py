@@ -15,11 +15,10 @@ from . import forms, rules
 
 #: rows of a warpgroup
 ROWS = gl.constexpr(rules.ROWS)
-NO_BIAS, ALIBI, KEY_BIAS = (
-    gl.constexpr(kind) for kind in (forms.NO_BIAS, forms.ALIBI, forms.KEY_BIAS)
+ALIBI, KEY_BIAS, TABLE, RISING, FALLING = (
+    gl.constexpr(kind)
+    for kind in (forms.ALIBI, forms.KEY_BIAS, forms.TABLE, forms.RISING, forms.FALLING)
 )
-
-
 #: where a form's code has which number; Gluon lets functions read nothing but constants
 FIELDS = gl.constexpr(forms.FIELDS)
 
@@ -119,32 +118,112 @@ def hide(s, row, key, N, n: gl.constexpr, FORM: gl.constexpr):
         return gl.where(columns[None, :] < N - key, s, float("-inf"))
 
 
-@gluon.jit
-def distances(slope, n: gl.constexpr, FORM: gl.constexpr):
-    """ALiBi's slope times keys counted from a tile's first one, (n,); without ALiBi anything."""
-    column = slope
-    if get(FORM, "BIAS") == ALIBI:
-        column = slope * gl.arange(0, n, gl.SliceLayout(0, product_layout(n))).to(gl.float32)
-    return column
+@gluon.constexpr_function
+def _pack(n):
+    return min(16, int(getattr(n, "value", n)) // 2)
+
+
+@gluon.constexpr_function
+def _reads(n, rising):
+    """Instructions that read what a thread's next scores need of a table by distance.
+
+    In the layout of scores a thread has columns j, j + 1 of rows i, i + 8, then the same of columns
+    j + 8, j + 9, and so on, so that many distances are the same. The first one's address is given.
+    """
+    n, sign = int(getattr(n, "value", n)), 1 if getattr(rising, "value", rising) else -1
+    count = min(16, n // 2)
+    known, lines = {}, []
+    for m in range(count):
+        row, column = 8 * (m >> 1 & 1), 8 * (m >> 2) + (m & 1)
+        place = 4 * sign * (column - row)
+        if place in known:
+            lines.append(f"mov.f32 ${m}, ${known[place]};")
+        else:
+            known[place] = m
+            lines.append(f"ld.global.nc.f32 ${m}, [${count} + {place}];")
+    return " ".join(lines)
+
+
+@gluon.constexpr_function
+def _operands(n):
+    count = min(16, int(getattr(n, "value", n)) // 2)
+    return ",".join(["=&f"] * count + ["l"] * count)
 
 
 @gluon.jit
-def add_bias(s, column, values, scale, n: gl.constexpr, FORM: gl.constexpr):
+def by_distance(table, row, key, n: gl.constexpr, RISING: gl.constexpr):
+    """Entries of a table at plus or minus (key - query), (64, n); `table` is where zero is."""
+    layout: gl.constexpr = product_layout(n)
+    i = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    j = gl.arange(0, n, gl.SliceLayout(0, layout)).to(gl.int64) * 4
+    if RISING:
+        where = (table + (key - row) - i)[:, None].to(gl.int64) + j[None, :]
+    else:
+        where = (table + (row - key) + i)[:, None].to(gl.int64) - j[None, :]
+    return gl.inline_asm_elementwise(
+        _reads(n, RISING), _operands(n), [where], dtype=gl.float32, is_pure=True, pack=_pack(n)
+    )
+
+
+@gluon.jit
+def before_scores(extra, row, key, N, n: gl.constexpr, FORM: gl.constexpr):
+    """What can be read of a tile's bias while its scores are computed.
+
+    Returns:
+        ALiBi's slope times keys counted from the tile's first one, or codes of its keys, (n,), or
+        entries of a table by distance, (64, n); anything where there is nothing to read.
+    """
+    BIAS: gl.constexpr = get(FORM, "BIAS")
+    slope, table, codes, _code = extra
+    columns = gl.arange(0, n, gl.SliceLayout(0, product_layout(n)))
+    if BIAS == ALIBI:
+        found = slope * columns.to(gl.float32)
+    elif BIAS == TABLE:
+        found = gl.load(codes + gl.minimum(key + columns, N - 1))
+    elif BIAS >= RISING:
+        found = by_distance(table, row, key, n, BIAS == RISING)
+    else:
+        found = columns
+    return found
+
+
+@gluon.jit
+def looked_up(table, code_q, code_k, n: gl.constexpr):
+    """Entries of a table at sums of codes of rows and of columns, (64, n)."""
+    layout: gl.constexpr = product_layout(n)
+    code = gl.convert_layout(code_q, gl.SliceLayout(1, layout), assert_trivial=True)
+    far = (table + code)[:, None].to(gl.int64) + gl.zeros([ROWS, n], gl.int64, layout)
+    near = code_k[None, :] + gl.zeros([ROWS, n], gl.int32, layout)
+    return gl.inline_asm_elementwise(
+        "{ .reg .u64 at; mad.wide.s32 at, $1, 4, $2; ld.global.nc.f32 $0, [at]; }",
+        "=f,r,l", [near, far], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def add_bias(s, found, values, extra, scale, n: gl.constexpr, FORM: gl.constexpr):
     """scale s + bias, but for what is constant along a row; s alone if there is none.
 
     Args:
         s: scores (64, n) in units of the scale.
-        column: of `distances`.
+        found: of `before_scores`.
         values: a tile of a bias per key in shared memory, or anything.
+        extra: see `steps`.
     """
     BN: gl.constexpr = get(FORM, "KEYS")
-    if get(FORM, "BIAS") == KEY_BIAS:
+    BIAS: gl.constexpr = get(FORM, "BIAS")
+    _slope, table, _codes, code = extra
+    if BIAS == ALIBI:
+        s = gl.fma(s, scale, found[None, :])
+    elif BIAS == KEY_BIAS:
         values = values.reshape([BN])
         if n < BN:
             values = values.slice(0, n)
-        column = values.load(gl.SliceLayout(0, product_layout(n)))
-    if get(FORM, "BIAS") != NO_BIAS:
-        s = gl.fma(s, scale, column[None, :])
+        s = gl.fma(s, scale, values.load(gl.SliceLayout(0, product_layout(n)))[None, :])
+    elif BIAS == TABLE:
+        s = gl.fma(s, scale, looked_up(table, code, found, n))
+    elif BIAS >= RISING:
+        s = gl.fma(s, scale, found)
     return s
 
 
