@@ -104,6 +104,14 @@ class Inputs:
             v=self.integers(size, self.m),
         )
 
+    def distances(self, step: int) -> RelativeTable:
+        """A table by distance that rises with the key (1), or falls (-1)."""
+        values = 2 * self.normal(self.heads, self.n + self.m - 1)
+        rows = torch.arange(self.n, device=self.device)
+        keys = torch.arange(self.m, device=self.device)
+        u, v = (self.n - 1 - rows, keys) if step > 0 else (rows, self.m - 1 - keys)
+        return RelativeTable.of_distances(values, u, v, step)
+
     def regions(self, windows: Shape = ()) -> Regions:
         return Regions(
             ids=self.integers(3, *windows, self.n),

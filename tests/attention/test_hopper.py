@@ -40,6 +40,11 @@ def values(n: int, heads: int = 2) -> dict[str, Tensor]:
     return {"key_bias": torch.empty(heads, n)}
 
 
+def table(n: int, heads: int = 2) -> dict[str, Tensor]:
+    codes = {name: torch.empty(n, dtype=torch.int32) for name in ("codes_q", "codes_k")}
+    return {"table": torch.empty(heads, 4 * n), **codes}
+
+
 SPEC = GroupSpec(None, columns=16, scaled=True, tensors=("phi_q", "phi_k"))
 BARE = GroupSpec(None)
 
@@ -86,6 +91,20 @@ def test_causal_calls_and_biases_of_a_key_are_served(
     assert made is not None and made.reach
     made = form(BARE, call | values(2048, 4))
     assert made is not None and made.bias == forms.KEY_BIAS and not made.causal
+
+
+def test_tables_are_served_with_heads_of_64(card: None) -> None:
+    made = form(BARE, packed(1025, 64, heads=8) | table(1025, 8))
+    assert made is not None and (made.bias, made.groups, made.tail) == (forms.TABLE, 1, 16)
+    for step, bias in ((1, forms.RISING), (-1, forms.FALLING)):
+        spec = GroupSpec(None, by_distance=step)
+        for causal in (False, True):
+            made = form(spec, packed(2048, 64, heads=4) | table(2048, 4), causal=causal)
+            assert made is not None and (made.bias, made.keys, made.quick) == (bias, 64, True)
+            assert made.causal == causal
+        for dtype in (BF16, FP16):
+            made = form(spec, packed(544, 64, dtype, heads=16) | table(544, 16))
+            assert made is not None and (made.quick, made.tail) == (False, 32)
 
 
 def test_short_calls_take_two_programs_beside_each_other(card: None) -> None:
@@ -150,6 +169,19 @@ def test_calls_that_it_does_not_know(card: None) -> None:
         "slopes of each batch entry": (BARE, {**call, "slopes": torch.empty(2, 2)},
                                        {"causal": True}),
         "ALiBi and factors": (SPEC, {**call, **own, **slopes()}, {"causal": True}),
+        "a table, causal": (BARE, {**call, **table(2048)}, {"causal": True}),
+        "a table in fp16": (BARE, {**packed(2048, 64, FP16), **table(2048)}, {}),
+        "a table, heads of 128": (BARE, {**packed(2048, 128), **table(2048)}, {}),
+        "distances, heads of 128": (GroupSpec(None, by_distance=1),
+                                    {**packed(2048, 128), **table(2048)}, {}),
+        "a gated table": (BARE, {**call, **table(2048), "table_rows": call["o"]}, {}),
+        "tables of each batch entry": (BARE, {**call, **table(2048),
+                                              "table": torch.empty(2, 2, 99)}, {}),
+        "tables apart": (BARE, {**call, **table(2048), "table": torch.empty(2, 99, 2)[..., 0]},
+                         {}),
+        "wide codes": (BARE, {**call, **table(2048), "codes_q": torch.empty(2048).long()}, {}),
+        "codes apart": (BARE, {**call, **table(2048),
+                               "codes_k": torch.empty(2048, 2, dtype=torch.int32)[:, 0]}, {}),
         "a bias per key, causal": (BARE, {**call, **values(2048)}, {"causal": True}),
         "a gated bias per key": (BARE, {**call, **values(2048), "key_bias_rows": call["o"]}, {}),
         "a bias of keys apart": (BARE, {**call, "key_bias": torch.empty(2, 4096)[:, ::2]}, {}),
@@ -196,6 +228,9 @@ CASES += [("plain", 1025, 64, BF16, r) for r in (0, 64)]
 CASES += [("causal", 2176, d, t, r) for d, t in (*WIDE, (128, FP16)) for r in (0, 64)]
 CASES += [("causal", 2176, 64, BF16, 128)]
 CASES += [("alibi", n, d, t, 0) for d, t in (*WIDE, (128, FP16)) for n in (2176, 4224)]
+CASES += [("table", n, 64, BF16, 0) for n in (1025, 2176)]
+CASES += [(kind, n, 64, t, 0) for kind in ("rising", "falling", "causal rising")
+          for n, t in ((1025, BF16), (2176, BF16), (992, FP16))]  # fmt: skip
 CASES += [("key bias", 2176, d, t, 0) for d, t in (*WIDE, (128, FP16))]
 
 
@@ -205,9 +240,11 @@ def test_it_compiles_and_fits_registers(
     kind: str, n: int, d: int, dtype: torch.dtype, rank: int, tmp_path: Path, card: None
 ) -> None:
     x = Inputs(CPU, dtype, n=n, heads=4, d=d, dv=d, batch=(1,))
-    terms = {"alibi": x.alibi, "key bias": x.key_bias}
+    terms = {"alibi": x.alibi, "key bias": x.key_bias, "table": x.table,
+             "rising": lambda: x.distances(1), "falling": lambda: x.distances(-1),
+             "causal rising": lambda: x.distances(1)}  # fmt: skip
     term = terms[kind]() if kind in terms else x.low_rank(rank, split=0) if rank else None
-    causal = kind in ("alibi", "causal")
+    causal = kind in ("alibi", "causal", "causal rising")
     bias = None if term is None else x.bias(term)
     found = compile_attention(x.q, x.k, x.v, bias, hopper=True, causal=causal)
     reaches = kind == "alibi" and n > 4096
@@ -271,12 +308,14 @@ def test_a_compiler_that_fails_is_told_once(card: None, monkeypatch: pytest.Monk
 
 
 @compiles
-@pytest.mark.parametrize("kind", ["plain", "factors", "alibi", "key bias"])
+@pytest.mark.parametrize("kind", ["plain", "factors", "alibi", "key bias", "table"])
 def test_arguments_are_in_the_order_of_the_kernel(kind: str) -> None:
     """Launches of a compiled kernel tell them apart by their places."""
-    more = {"plain": {}, "factors": factors(2048, 16), "alibi": slopes(), "key bias": values(2048)}
+    more = {"plain": {}, "factors": factors(2048, 16), "alibi": slopes(), "key bias": values(2048),
+            "table": table(2048)}  # fmt: skip
     call = packed(2048, 64) | more[kind]
-    bias = {"alibi": forms.ALIBI, "key bias": forms.KEY_BIAS}.get(kind, forms.NO_BIAS)
+    kinds = {"alibi": forms.ALIBI, "key bias": forms.KEY_BIAS, "table": forms.TABLE}
+    bias = kinds.get(kind, forms.NO_BIAS)
     own = forms.Form(64, 16 * (kind == "factors"), bias=bias, reach=kind == "alibi")
     made = plan.HopperPlan(call, own, None)  # type: ignore[arg-type]
     zeros = torch.zeros(1000, dtype=torch.int32)

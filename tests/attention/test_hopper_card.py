@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashbias_convert import Alibi, KeyBias, LowRank, ScoreBias
+from flashbias_convert import Alibi, KeyBias, LowRank, RelativeTable, ScoreBias
 from flashbias_convert.attention import PreparedBias, flashbias_attention, launch
 from flashbias_convert.attention.hopper import rules
 
@@ -86,6 +87,29 @@ def test_every_length(d: int, dtype: torch.dtype, n: int) -> None:
     check(x, x.bias(x.low_rank(7, split=0)), "triton", scale=0.3, causal=True)
     check(x, x.bias(x.alibi()), "triton", causal=True)
     check(x, x.bias(KeyBias(values=key_values(x))), "triton", scale=0.3)
+    if d == 64:
+        check(x, x.bias(x.table()), "triton", scale=0.3)
+    for step in (1, -1):
+        check(x, x.bias(x.distances(step)), "triton", scale=0.3)
+        check(x, x.bias(x.distances(step)), "triton", scale=0.3, causal=True)
+
+
+@pytest.mark.parametrize("n", [1, 63, 64, 65, 90, 200, 333, 1100])
+@pytest.mark.parametrize("step", [1, -1])
+@pytest.mark.parametrize("causal", [False, True])
+def test_tables_by_distance_in_half_precision(causal: bool, step: int, n: int) -> None:
+    x = inputs(64, FP16, n)
+    check(x, x.bias(x.distances(step)), "triton", causal=causal)
+
+
+def test_tables_that_heads_share_and_codes_of_any_sign() -> None:
+    x = inputs(64, BF16, 333)
+    one = x.table()
+    check(x, x.bias(dataclasses.replace(one, table=one.table[:1])), "triton")
+    moved = RelativeTable(table=one.table, u=one.u - 9, v=one.v + 9)
+    check(x, x.bias(moved), "triton")
+    one = x.distances(1)
+    check(x, x.bias(dataclasses.replace(one, table=one.table[1:2])), "triton")
 
 
 @pytest.mark.parametrize("slope", [-0.1, 0.0, 1e-3, 0.3, 4.0, 300.0])
@@ -171,6 +195,15 @@ def test_levels_of_the_first_tile_that_are_no_good(
         check(x, x.bias(term), "triton")
         check(x, x.bias(term), "triton", causal=True)
         check(x, x.bias(KeyBias(values=16.0 * phi_k[..., 0])), "triton")
+        if d == 64:  # the same as a table of codes, and steps of a table by distance
+            keys = 16.0 * phi_k[..., 0]
+            u, v = torch.zeros(n, device=CUDA).int(), torch.arange(n, device=CUDA).int()
+            check(x, x.bias(RelativeTable(table=keys, u=u, v=v)), "triton")
+            values = torch.zeros(x.heads, 2 * n - 1, device=CUDA)
+            values[:, stretch] = rise
+            term = RelativeTable.of_distances(values, n - 1 - v, v, 1)
+            check(x, x.bias(term), "triton")
+            check(x, x.bias(term), "triton", causal=True)
 
 
 @pytest.mark.parametrize("level", [-2e4, -100.0, 100.0, 2e4])
@@ -194,7 +227,7 @@ def test_only_blocks_of_some_heads_are_computed_again() -> None:
     check(x, x.bias(x.alibi()), "triton", causal=True)
 
 
-@pytest.mark.parametrize("kind", ["plain", "causal", "alibi", "key bias"])
+@pytest.mark.parametrize("kind", ["plain", "causal", "alibi", "key bias", "table", "distances"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_what_is_not_finite_shows_where_it_does_elsewhere(
@@ -203,7 +236,8 @@ def test_what_is_not_finite_shows_where_it_does_elsewhere(
     x = inputs(64, BF16, 300)
     getattr(x, name)[1, 2, 200, 5] = value
     terms = {"alibi": Alibi(slopes=torch.full((3,), 0.1, device=CUDA)),
-             "key bias": KeyBias(values=key_values(x))}  # fmt: skip
+             "key bias": KeyBias(values=key_values(x)), "table": x.table(),
+             "distances": x.distances(-1)}  # fmt: skip
     bias = x.bias(terms[kind]) if kind in terms else None
     causal = kind in ("causal", "alibi")
     out = flashbias_attention(x.q, x.k, x.v, bias, causal=causal, backend="triton")
@@ -247,6 +281,7 @@ def test_replays_and_repeats_have_the_same_bits(d: int, dtype: torch.dtype) -> N
         (x.low_rank(8, split=0), True),
         (Alibi(slopes=torch.tensor([4.0, 0.5, 0.1], device=CUDA)), True),
         (KeyBias(values=key_values(x)), False),
+        *(((x.table(), False), (x.distances(1), True)) if d == 64 else ()),
     ):
         added = PreparedBias(ScoreBias((term,), x.heads))
 
