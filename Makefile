@@ -46,7 +46,8 @@ unit: $(VENV)/.installed-dev
 # the kernel itself, in Triton's interpreter
 interpreter: $(VENV)/.installed-dev
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n auto tests/attention tests/launch_tuning \
-		tests/abuse/test_operator.py tests/scripts/test_tune_parts.py tests/scripts/test_card_rates.py
+		tests/abuse/test_operator.py tests/scripts/test_tune_parts.py tests/scripts/test_card_rates.py \
+		tests/scripts/test_sanitize_kernel.py
 
 # models on a device that is not the CPU: one that only pretends to be another
 device: $(VENV)/.installed-dev

@@ -112,7 +112,7 @@ GROUPS = {
         "--resume --output {output}/tune_backward.csv",
         "tune_backward.py --resume --output {output}/tune_backward.csv",
     ],
-    "sanitizer": ["sanitize_kernel.py --backward --resume --output {output}/sanitizer.json"],
+    "sanitizer": ["sanitize_kernel.py --resume --output {output}/sanitizer.json"],
 }
 
 

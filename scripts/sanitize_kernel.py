@@ -1,22 +1,21 @@
-"""Run the forward kernels under compute-sanitizer, with every kind of term.
+"""Run the operator's kernels under compute-sanitizer, with every kind of term.
 
-python scripts/sanitize_kernel.py [--tools memcheck racecheck] [--backward] [--resume]
-                                  [--output FILE.json]
+python scripts/sanitize_kernel.py [--tools memcheck racecheck] [--only terms cosine trained hopper]
+                                  [--resume] [--timeout SECONDS] [--output FILE.json]
 
-The script starts itself under each tool, in several processes; every kind of bias of the
-operator's tests is computed once in fp16, bf16 and fp32, at sizes that no block divides, some as
-cosine attention with a scale that is learnt for each head, in windows that blocks divide, and a
-dense one with launch settings that have two entries of the batch a program. With --backward all
-terms are trained, too. A tool slows a kernel down a hundred times, so the sizes are small. The file
-is written after every tool; --resume keeps the runs of as many calls on the same card and version
-of torch that came to their end. Exit code 1 if a tool found something or could not run.
+The script starts itself under each tool, in several processes, once for each group of calls
+(`sanitizer_calls.py`): every kind of bias of the operator's tests in fp16, bf16 and fp32, at sizes
+that no block divides, without gradients ("terms"); cosine attention with a scale for each head,
+with gradients and without ("cosine"); every kind with gradients of its terms, as they are by
+default and with atomics ("trained"); and, on a Hopper, calls of any length for its own kernel
+("hopper"), whose number is told. The file is written after every run; --resume keeps those of as
+many calls on the same card and version of torch that came to their end. Exit code 1 if a tool
+found something or could not run.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
 import json
 import os
 import re
@@ -28,92 +27,43 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+from sanitizer_calls import GROUPS, run
+
+from flashbias_convert.attention.hopper import rules
+
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck")
 #: where CUDA's own packages put it, if it is in no path
 USUAL = "/usr/local/cuda/bin/compute-sanitizer"
-SIZES = ((40, 16), (150, 32), (150, 64))
-DTYPES = ("float16", "bfloat16", "float32")
 #: processes at a time: most of the time goes to compiling
 PARTS = 12
-#: N and D of windows, as SwinV2 has them, and kinds of bias that are computed there
-WINDOWS = ((256, 24), (256, 48), (64, 48))
-OF_WINDOWS = ("none", "low_rank", "low_rank-unsplit-ranks", "regions", "heads-differ")
-#: kinds of bias that are computed with two entries a program, too
-TWO_ENTRIES = ("dense",)
 #: of a part that had no time left
 NOT_DONE = "not done in"
+#: that is kept of what a part has said: the first findings, and the end
+FIRST, LAST = 1500, 700
 
 
-def cases() -> list[tuple[int, int, str, str, dict[str, int]]]:
-    """Sizes N and D, dtype, kind of bias and unusual launch settings of every call.
-
-    Sizes of `WINDOWS` stand for cosine attention.
-    """
-    sys.path.insert(0, str(ROOT))
-    from tests.attention.cases import BIASES
-
-    n, d = SIZES[1]
-    usual = [(n, d, dtype, name, {}) for n, d in SIZES for dtype in DTYPES for name in BIASES]
-    entries = [(n, d, dtype, name, {"entries": 2}) for dtype in DTYPES[:2] for name in TWO_ENTRIES]
-    windows = [
-        (*size, dtype, name, {}) for size in WINDOWS for dtype in DTYPES for name in OF_WINDOWS
-    ]
-    return [*usual, *windows, *entries]
+def compute(group: str, part: int) -> None:
+    """Every `PARTS`-th call of a group, each after its name; tells how many there were at last."""
+    own, served = GROUPS[group]()[part::PARTS], 0
+    for call in own:
+        print(call, flush=True)
+        served += run(call, torch.device("cuda"))
+    print(f"calls {len(own)}, by the kernel for Hopper {served}")
 
 
-def compute(part: int, backward: bool) -> int:
-    """Every `PARTS`-th call once; returns how many that are."""
-    import torch
-
-    own = cases()[part::PARTS]
-    from flashbias_convert.attention import flashbias_attention, launch
-    from flashbias_convert.attention.tuning import LaunchSettings
-    from tests.attention.cases import BIASES, Inputs
-
-    for n, d, dtype, name, settings in own:
-        inputs = Inputs(torch.device("cuda"), getattr(torch, dtype), n=n, d=d)
-        # what is kept for a backward pass is written by one entry a program
-        trained = backward and not settings
-        qkv = [x.requires_grad_(trained) for x in (inputs.q, inputs.k, inputs.v)]
-        bias = BIASES[name](inputs)
-        if trained and bias is not None:
-            bias = _trained(bias)
-        options: dict[str, Any] = {}
-        if (n, d) in WINDOWS:
-            scale = torch.full((inputs.heads,), 5.0, device="cuda", requires_grad=trained)
-            options = {"cosine": True, "scale": scale}
-        forced = launch.forced(LaunchSettings(32, 32, 4, 2, **settings))
-        with forced if settings else contextlib.nullcontext():
-            out = flashbias_attention(*qkv, bias, backend="triton", **options)
-        if trained:
-            out.sum().backward()
-        torch.cuda.synchronize()
-        if not bool(out.isfinite().all()):
-            raise RuntimeError(f"{name}, {dtype}: the result is not finite")
-    return len(own)
-
-
-def _trained(bias: Any) -> Any:
-    """The same bias with tensors that ask for gradients."""
-
-    def ask(_: str, tensor: Any) -> Any:
-        return tensor.requires_grad_() if tensor.is_floating_point() else tensor
-
-    return dataclasses.replace(bias, terms=tuple(term.map_tensors(ask) for term in bias.terms))
-
-
-def under(tool: str, sanitizer: str, backward: bool, timeout: float) -> dict[str, Any]:
-    """Run all parts under a tool, at the same time; returns what it found."""
-    started = time.perf_counter()
+def under(tool: str, sanitizer: str, group: str, timeout: float) -> dict[str, Any]:
+    """Run all parts of a group under a tool, at the same time; returns what it found."""
+    started, calls = time.perf_counter(), len(GROUPS[group]())
     command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, __file__]
-    command += ["--backward"] if backward else []
+    command += ["--only", group]
     # torch's allocator would hide reads beyond the end of a tensor
     own = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     running = [
         subprocess.Popen([*command, "--part", str(part)], stdout=subprocess.PIPE,
                          stderr=subprocess.STDOUT, text=True, env=own, start_new_session=True)
-        for part in range(PARTS)
+        for part in range(min(PARTS, calls))
     ]  # fmt: skip
     said = []
     for process in running:
@@ -122,25 +72,43 @@ def under(tool: str, sanitizer: str, backward: bool, timeout: float) -> dict[str
             said.append(process.communicate(timeout=left)[0])
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # the tool, and what it runs
-            said.append(f"{NOT_DONE} {timeout:.0f} s")
+            said.append(f"{NOT_DONE} {timeout:.0f} s, it had said:\n{_rest(process)}")
     found = [re.search(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", text) for text in said]
-    done = [re.search(r"^calls (\d+)$", text, re.MULTILINE) for text in said]
+    done = [re.search(r"^calls (\d+), by .* (\d+)$", text, re.MULTILINE) for text in said]
     broken = [
-        text[-700:]
+        _short(text)
         for process, text, end, summary in zip(running, said, done, found, strict=True)
         # hazards that are only warnings leave the exit code as it is
         if process.returncode != 0 or end is None or not (summary and summary[1].startswith("0 "))
     ]
+    served = sum(int(end.group(2)) for end in done if end)
+    if group == "hopper" and not served:
+        broken.append("the kernel for Hopper served none of the calls")
     return {
         "tool": tool,
-        "backward": backward,
+        "group": group,
         "clean": not broken,
         "summaries": sorted({summary.group(1) for summary in found if summary}),
         "calls": sum(int(end.group(1)) for end in done if end),
-        "of": len(cases()),
+        "of": calls,
+        "by_hopper": served,
         "seconds": round(time.perf_counter() - started, 1),
         "problems": broken,
     }
+
+
+def _rest(process: subprocess.Popen[str]) -> str:
+    """What a killed process has said; nothing if the card does not let it die."""
+    try:
+        return process.communicate(timeout=10)[0]
+    except subprocess.TimeoutExpired:
+        return ""
+
+
+def _short(text: str) -> str:
+    """Without calls of which nothing was found, but for the last one; first and last findings."""
+    text = re.sub(r"^Call\(.*\n(?=Call\()", "", text, flags=re.MULTILINE)
+    return text if len(text) <= FIRST + LAST else f"{text[:FIRST]} ... {text[-LAST:]}"
 
 
 def kept(file: Path, where: dict[str, str]) -> list[dict[str, Any]]:
@@ -158,45 +126,55 @@ def kept(file: Path, where: dict[str, str]) -> list[dict[str, Any]]:
         print(f"{file.name}: runs of {', '.join(map(str, found.values()))} are made again")
         return []
     return [
-        run for run in known["runs"]
-        if run["of"] == len(cases()) and not any(x.startswith(NOT_DONE) for x in run["problems"])
+        row for row in known["runs"]
+        if row.get("group") in GROUPS and row["of"] == len(GROUPS[row["group"]]())
+        and not any(x.startswith(NOT_DONE) for x in row["problems"])
     ]  # fmt: skip
 
 
 def run_all(
     sanitizer: str, options: argparse.Namespace, where: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """What every tool has found, those of before included; written after each."""
+    """What every tool has found in each group, those of before included; written after each."""
     rows = kept(options.output, where) if options.resume else []
-    known = [(row["tool"], row["backward"]) for row in rows]
-    for tool in options.tools:
-        if (tool, options.backward) in known:
+    known = [(row["group"], row["tool"]) for row in rows]
+    wanted = [(group, tool) for group in options.only for tool in options.tools]
+    for group, tool in wanted:
+        if (group, tool) in known:
             continue
-        rows.append(under(tool, sanitizer, options.backward, options.timeout))
+        rows.append(under(tool, sanitizer, group, options.timeout))
         print(rows[-1], flush=True)
         options.output.write_text(json.dumps({**where, "runs": rows}, indent=2) + "\n")
-    return [r for r in rows if r["tool"] in options.tools and r["backward"] == options.backward]
+    return [row for row in rows if (row["group"], row["tool"]) in wanted]
+
+
+def here(groups: list[str], device: torch.device) -> list[str]:
+    """The groups that a card can run; says which one it cannot."""
+    if "hopper" not in groups or rules.is_there(device):
+        return groups
+    print("hopper: not run, this is no Hopper, or its kernel does not know this Triton", flush=True)
+    return [group for group in groups if group != "hopper"]
 
 
 def main() -> int:
     """Run every tool; write and print what it found."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tools", nargs="*", default=list(TOOLS))
-    parser.add_argument("--backward", action="store_true", help="gradients too")
+    parser.add_argument("--only", nargs="*", choices=list(GROUPS), default=list(GROUPS))
     parser.add_argument("--resume", action="store_true", help="keep the runs of the output")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds, a tool")
+    parser.add_argument("--timeout", type=float, default=550.0, help="seconds, of a run")
     parser.add_argument("--output", type=Path, default=ROOT / "scripts/results/sanitizer.json")
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part is not None:
-        print(f"calls {compute(options.part, options.backward)}")
+        (group,) = options.only
+        compute(group, options.part)
         return 0
     sanitizer = shutil.which("compute-sanitizer") or (USUAL if Path(USUAL).exists() else None)
     if sanitizer is None:
         print("compute-sanitizer is not installed here", file=sys.stderr)
         return 1
-    import torch
-
+    options.only = here(options.only, torch.device("cuda"))
     where = {"card": torch.cuda.get_device_name(), "torch": torch.__version__}
     rows = run_all(sanitizer, options, where)
     return 0 if all(row["clean"] for row in rows) else 1
