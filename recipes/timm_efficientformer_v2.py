@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from flashbias_convert.about import About
+from flashbias_convert.maps import with_channels_last
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.recipe import Description, Recipe, Site
 from flashbias_convert.tables import absolute_offsets, require_index
@@ -33,6 +34,7 @@ class Attention2dDownsample(PatchedAttention):
 
     def flashbias_forward(self, x: Tensor) -> Tensor:
         """Maps (B, C, H, W), of which every second row and column has a query."""
+        x = with_channels_last(x)
         value = self.v(x)
         q, k, v = (self._heads(part) for part in (self.q(x), self.k(x), value))
         out = self.score_bias(q, k, v, scale=self.scale).mT.flatten(1, 2)  # (B, H Dv, N)

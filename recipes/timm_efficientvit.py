@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flashbias_convert.about import About
+from flashbias_convert.maps import with_channels_last
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.recipe import Description, Recipe, Site
 from flashbias_convert.tables import absolute_offsets, require_index
@@ -33,7 +34,7 @@ class CascadedGroupAttention(PatchedAttention):
 
     def flashbias_forward(self, x: Tensor) -> Tensor:
         """Maps of windows (B, C, H, W); a head adds the output of the one before to its input."""
-        inputs = x.chunk(len(self.qkvs), dim=1)
+        inputs = with_channels_last(x).chunk(len(self.qkvs), dim=1)
         found: list[Tensor] = []
         for head, (qkv, dws) in enumerate(zip(self.qkvs, self.dws, strict=True)):
             made = qkv(inputs[head] + found[-1] if found else inputs[head])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flashbias_convert.about import About
+from flashbias_convert.maps import with_channels_last
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.recipe import Description, Recipe, Site
 from flashbias_convert.tables import absolute_offsets, require_index
@@ -31,6 +32,7 @@ class LevitAttention(PatchedAttention):
 
     def flashbias_forward(self, x: Tensor) -> Tensor:
         """Tokens (B, N, C), or maps (B, C, H, W) with convolutions."""
+        x = with_channels_last(x) if self.use_conv else x
         size, q, k, v = self._project(x)
         out = self.score_bias(q, k, v, scale=self.scale).transpose(1, 2).flatten(2)  # (B, N, C)
         if self.use_conv:

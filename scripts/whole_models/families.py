@@ -50,7 +50,7 @@ def _timm(s: Sizes) -> Parts:
         beit = {"depth": s.layers}
         sam = {"depth": s.layers, "img_size": 512, "global_attn_indexes": (1, 3)}
         mvit, tiny_vit = {}, {}
-    pooled = 64 if s.tiny else 224
+    pooled, square = 64 if s.tiny else 224, images(256)
 
     def of_size(full: int) -> Inputs:
         return images(32 if s.tiny else full)
@@ -77,10 +77,10 @@ def _timm(s: Sizes) -> Parts:
         ),
         "timm_mvitv2, tiny": (s.many, 3136, of_timm("mvitv2_tiny", **mvit), images(pooled)),
         "timm_bottleneck, BoTNet 26t 256": (
-            s.many, 256, lambda: lively(of_timm("botnet26t_256")()), images(256),
+            s.many, 256, lambda: lively(of_timm("botnet26t_256")(), square), square,
         ),
         "timm_halo, HaloNet 26t 256": (
-            s.many, 64, lambda: lively(of_timm("halonet26t")()), images(256),
+            s.many, 64, lambda: lively(of_timm("halonet26t")(), square), square,
         ),
         "timm_rel_pos, MaxViT tiny 224": (
             s.many, 49, of_timm("maxvit_tiny_tf_224", **_staged(s)), images(pooled),
@@ -103,29 +103,36 @@ def _levit(s: Sizes) -> Parts:
         wide |= {"key_dim": (8, 8, 8), "depths": (1, 1, 1)}
     of_timms = of_timm("levit_384", **(small if s.tiny else {}))
     copied = of_transformers("LevitModel", "LevitConfig", **wide)
-    batch = 1 if s.tiny else 4 * s.many
+    batch, given = 1 if s.tiny else 4 * s.many, images(size)
     return {
-        "timm_levit, 384": (batch, 196, lambda: lively(of_timms()), images(size)),
-        "transformers_levit, as 384": (batch, 196, lambda: lively(copied()), images(size)),
+        "timm_levit, 384": (batch, 196, lambda: lively(of_timms(), given), given),
+        "transformers_levit, as 384": (batch, 196, lambda: lively(copied(), given), given),
     }
 
 
 def _efficient(s: Sizes) -> Parts:
-    """Small networks with tables like LeViT's, and as many images."""
-    cascade: dict[str, Any] = {"img_size": 96, "embed_dim": (32, 48, 64), "key_dim": (8, 8, 8)}
-    cascade |= {"num_heads": (2, 3, 4), "window_size": (3, 3, 3), "depth": (1, 1, 1)}
-    former: dict[str, Any] = {"depths": (1, 1, 1, 2), "embed_dims": (8, 16, 24, 32)}
-    second: dict[str, Any] = {**former, "depths": (1, 1, 2, 2), "img_size": 64, "mlp_ratios": 2}
-    if not s.tiny:
-        cascade, former, second = {}, {}, {}
+    """Small networks with tables like LeViT's, and as many images.
+
+    Each block has many small layers, of which a compiler makes little: most blocks are left out.
+    """
+    cascade: dict[str, Any] = {"depth": (1, 1, 1)}  # of 1, 3 and 4
+    former: dict[str, Any] = {"depths": (1, 1, 2, 4)}  # of 4, 4, 12 and 6, of which 4 attend
+    # of 5, 5, 15 and 10, of which 6 and 6 mix heads
+    second: dict[str, Any] = {"depths": (2, 2, 2, 2), "num_vit": 1}
+    if s.tiny:
+        cascade |= {"img_size": 96, "embed_dim": (32, 48, 64), "key_dim": (8, 8, 8)}
+        cascade |= {"num_heads": (2, 3, 4), "window_size": (3, 3, 3)}
+        former = {"depths": (1, 1, 1, 2), "embed_dims": (8, 16, 24, 32)}
+        second = {**former, "depths": (1, 1, 2, 2), "img_size": 64, "mlp_ratios": 2}
     of_msra = of_timm("efficientvit_m5", **cascade)
     first = of_timm("efficientformer_l3", **former)
     then = of_timm("efficientformerv2_l", **second)
-    batch, sizes = (1, (96, 64)) if s.tiny else (4 * s.many, (224, 224))
+    batch = 1 if s.tiny else 4 * s.many
+    maps, usual, small = (images(size) for size in ((96, 224, 64) if s.tiny else (224,) * 3))
     return {
-        "timm_efficientvit, M5": (batch, 49, lambda: lively(of_msra()), images(sizes[0])),
-        "timm_efficientformer, L3": (s.many, 49, lambda: lively(first()), images(224)),
-        "timm_efficientformer_v2, L": (s.many, 49, lambda: lively(then()), images(sizes[1])),
+        "timm_efficientvit, M5, 3 blocks": (batch, 49, lambda: lively(of_msra(), maps), maps),
+        "timm_efficientformer, L3, 8 blocks": (batch, 49, lambda: lively(first(), usual), usual),
+        "timm_efficientformer_v2, L, 8 blocks": (batch, 49, lambda: lively(then(), small), small),
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import timm
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from .case import EXACT, FORCED, FUSED, ORIGINAL, OURS, Case, converted
 from .given import Inputs
@@ -37,17 +37,44 @@ def with_biases(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def lively(model: nn.Module) -> nn.Module:
+def lively(model: nn.Module, given: Inputs) -> nn.Module:
     """Weights that keep the size of what goes through, so that every block adds something.
 
     Fresh ones of LeViT and its kind hide attention: norms and scales of layers begin near zero.
+
+    Args:
+        model: on the CPU.
+        given: what goes through it.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in with_biases(model).named_parameters():
         if parameter.dim() > 1 and "attention_biases" not in name:
             nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
         elif name.endswith(("bn.weight", "batch_norm.weight", "gamma")):
             nn.init.ones_(parameter)
+    return settled(model, given)
+
+
+@torch.no_grad()
+def settled(model: nn.Module, given: Inputs) -> nn.Module:
+    """A model whose batch norms divide by the size of what goes through them.
+
+    Fresh ones divide by one, and each block of a residual network multiplies what it gets: of 35
+    blocks scores were so large that kernels of attention had NaN. Norms that knew mean and variance
+    of each channel would magnify the little in which images of noise differ, and all rounding.
+    """
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    model.eval()  # returns nothing, where an attention does not return itself
+    hooks = [norm.register_forward_pre_hook(_take_size) for norm in norms]
+    args, kwargs = given(2, torch.device("cpu"), torch.float32)
+    model(*args, **kwargs)
+    for hook in hooks:
+        hook.remove()
+    model.train()  # as it came; forgets the biases that it has cached
     return model
+
+
+def _take_size(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
+    norm.running_var.fill_(args[0].square().mean())  # type: ignore[union-attr, operator]
 
 
 def of_timm(name: str, **args: Any) -> Callable[[], nn.Module]:

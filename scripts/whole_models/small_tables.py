@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .case import EXACT, ORIGINAL, SDPA, Case, converted
 from .given import images
 from .hand import replace_children, with_aligned_rows
-from .parts import Sizes, lively, of_timm, with_biases
+from .parts import Sizes, lively, of_timm
 
 _WAYS, _MODES = (ORIGINAL, SDPA, EXACT), ("eager", "compiled")
 
@@ -70,7 +70,7 @@ def cases(tiny: bool = False) -> dict[str, Case]:
     make, given = of_timm("efficientformer_l3", **(small if tiny else {})), images(224)
 
     def build(device: torch.device) -> nn.Module:
-        return lively(with_biases(make())).to(device)
+        return lively(make(), given).to(device)
 
     def inputs(_: Any, __: str, device: torch.device, dtype: torch.dtype, count: int) -> Any:
         return given(count, device, dtype)

@@ -93,8 +93,8 @@ def test_efficientformer_is_converted_beside_its_bias_in_torchs_attention() -> N
         assert not torch.allclose(model(*ready["exact"].args), plain, rtol=1e-2)
 
 
-LIVELY = ["timm_levit, 384", "transformers_levit, as 384", "timm_efficientvit, M5",
-          "timm_efficientformer, L3", "timm_efficientformer_v2, L"]  # fmt: skip
+LIVELY = ["timm_levit, 384", "transformers_levit, as 384", "timm_efficientvit, M5, 3 blocks",
+          "timm_efficientformer, L3, 8 blocks", "timm_efficientformer_v2, L, 8 blocks"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LIVELY)
@@ -115,6 +115,23 @@ def test_small_networks_of_the_families_feel_their_bias(name: str) -> None:
             if "attention_biases" in parameter_name:
                 parameter.zero_()
         assert not torch.allclose(output(bare), right, rtol=1e-2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", LIVELY)
+def test_networks_of_full_size_keep_the_size_of_what_goes_through(name: str) -> None:
+    """Else rounding, and errors beside it, mean nothing, and scores overflow."""
+    case = families.cases()[f"family-{name}"]
+    plain, half = (
+        case.prepare("original", CPU, dtype, weights=torch.bfloat16, batch=1)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    right, rounded = (r.model(*r.args, **r.kwargs) for r in (plain, half))
+    if not isinstance(right, Tensor):
+        right, rounded = right[0], rounded[0]
+    size = float(right.square().mean().sqrt())
+    assert 0.3 < size < 10
+    assert float((rounded - right).square().mean().sqrt()) < 0.05 * size
 
 
 WRITTEN = [*documents.parts(Sizes(tiny=True)), *repositories.parts(Sizes(tiny=True))]
