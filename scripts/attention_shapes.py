@@ -13,12 +13,14 @@ from flashbias_convert import (
     Alibi,
     Axial,
     Dense,
+    KeyBias,
     Lookup,
     LowRank,
     Regions,
     RelativeTable,
     ScoreBias,
 )
+from flashbias_convert.built_terms import cls_window_table
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class Shape:
 def tiny(shape: Shape) -> Shape:
     """Its like of a size for a CPU."""
     side = 4 if round(shape.n**0.5) ** 2 == shape.n else 5
-    return replace(shape, batch=(1,) * len(shape.batch), heads=2, n=side * side, d=16)
+    n = side * side + (shape.bias is cls_table)
+    return replace(shape, batch=(1,) * len(shape.batch), heads=2, n=n, d=16)
 
 
 def low_rank(rank: int) -> Callable[[Shape, torch.device], ScoreBias]:
@@ -88,7 +91,20 @@ def offsets(shape: Shape, device: torch.device) -> ScoreBias:
     """A relative table with one entry per offset, as T5's buckets give."""
     token = torch.arange(shape.n, device=device)
     values = torch.randn(shape.heads, 2 * shape.n - 1, device=device)
-    term = RelativeTable(table=values, u=token, v=shape.n - 1 - token)
+    term = RelativeTable.of_distances(values, token, shape.n - 1 - token, -1)
+    return ScoreBias((term,), shape.heads)
+
+
+def cls_table(shape: Shape, device: torch.device) -> ScoreBias:
+    """A relative table of a square window behind a class token, as BEiT's."""
+    side = round((shape.n - 1) ** 0.5)
+    values = torch.randn((2 * side - 1) ** 2 + 3, shape.heads, device=device)
+    return ScoreBias((cls_window_table(table=values, window=(side, side)),), shape.heads)
+
+
+def key_bias(shape: Shape, device: torch.device) -> ScoreBias:
+    """A number for each key of each head."""
+    term = KeyBias(values=torch.randn(shape.heads, shape.n, device=device))
     return ScoreBias((term,), shape.heads)
 
 
@@ -188,7 +204,7 @@ SHAPES: dict[str, Shape] = {
     "triangle R=32": Shape((1218,), 4, 1218, 32, low_rank(32)),
     "t5 table": Shape((8,), 12, 512, 64, offsets, {"scale": 1.0}),
     "t5 dense": Shape((8,), 12, 512, 64, dense, {"scale": 1.0}),
-    "beit-l 512 table": Shape((16,), 16, 1025, 64, offsets),
+    "beit-l 512 table": Shape((16,), 16, 1025, 64, cls_table),
     "sam-b global axial": Shape((4,), 12, 4096, 64, axial),
     "heads of 16 R=8": Shape((16,), 8, 2048, 16, low_rank(8)),
     "alibi D=32": Shape((1,), 50, 8192, 32, alibi, {"causal": True}),

@@ -1,26 +1,31 @@
-"""From which length on the kernel for Hopper is faster than the usual one, by head size and rank.
+"""From which length on the kernel for Hopper is faster than the usual one, by head size and bias.
 
-python scripts/tune_hopper.py [--head-sizes 64 128] [--columns 0 16 32 64 128] [--resume]
+python scripts/tune_hopper.py [--head-sizes 64 128] [--kinds plain causal ...] [--resume]
                               [--output FILE.csv]
 
 About 2^31 scores a call, at most 64 heads times batch entries, by CUDA graph; both results are
-compared with float64 on a slice. `attention/hopper/rules.py` has what was read off the table.
+compared with float64 on a slice. Calls by themselves are timed on the host alone, which describes
+tensors to the card for the kernel for Hopper. `attention/hopper/rules.py` has what was read off
+the table.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import row_file
 import torch
-from attention_shapes import Shape, low_rank
+from attention_shapes import Shape, alibi, key_bias, low_rank, offsets
 from bench_attention import error, machine
 from turns import Wait, in_turns
 
+from flashbias_convert import RelativeTable, ScoreBias
 from flashbias_convert.attention import PreparedBias, flashbias_attention, launch
 from flashbias_convert.attention.hopper import rules
 
@@ -29,8 +34,32 @@ DEVICE = torch.device("cuda")
 SCORES = 2**31
 MOST_ENTRIES = 64
 LENGTHS = (512, 1024, 1500, 2048, 3072, 4096, 8192, 16384)
-FIELDS = ("dtype", "d", "columns", "n", "entries", "hopper_ms", "usual_ms", "gain",
-          "hopper_error", "usual_error", "card", "torch", "triton")  # fmt: skip
+#: calls whose time on the host is taken
+CALLS = 40
+FIELDS = ("kind", "dtype", "d", "columns", "n", "entries", "hopper_ms", "usual_ms", "gain",
+          "hopper_error", "usual_error", "hopper_host_us", "usual_host_us", "card", "torch",
+          "triton")  # fmt: skip
+
+
+def windows(shape: Shape, device: torch.device) -> ScoreBias:
+    """A relative table of a window that is 32 tokens wide."""
+    token = torch.arange(shape.n, device=device, dtype=torch.int32)
+    u = token // 32 * 63 + token % 32
+    v = u.max() - u
+    values = torch.randn(shape.heads, int(u.max() + v.max()) + 1, device=device)
+    return ScoreBias((RelativeTable(table=values, u=u, v=v),), shape.heads)
+
+
+#: kind: its bias, and whether keys after a query are hidden
+KINDS: dict[str, tuple[Callable[[Shape, torch.device], ScoreBias] | None, bool]] = {
+    "plain": (None, False),
+    "causal": (None, True),
+    "alibi": (alibi, True),
+    "key bias": (key_bias, False),
+    "table": (windows, False),
+    "distances": (offsets, False),
+    "causal distances": (offsets, True),
+}
 
 
 @contextmanager
@@ -46,16 +75,28 @@ def kernels(hopper: bool) -> Iterator[None]:
         yield
 
 
-def measure(dtype: str, d: int, columns: int, output: Path, wait: Wait) -> None:
+def host_us(call: Callable[[], Any]) -> float:
+    """Microseconds that the host takes for a call whose work it does not wait for."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(CALLS):
+        call()
+    took = time.perf_counter() - began
+    torch.cuda.synchronize()
+    return took / CALLS * 1e6
+
+
+def measure(kind: str, dtype: str, d: int, columns: int, output: Path, wait: Wait) -> None:
     """All lengths of a kind of call; appends rows."""
     import triton
 
     found = []
+    own, causal = KINDS[kind]
     for n in LENGTHS:
         entries = max(1, min(MOST_ENTRIES, SCORES // n**2))
         heads = min(8, entries)
-        bias = low_rank(columns) if columns else None
-        shape = Shape((entries // heads,), heads, n, d, bias)
+        bias = low_rank(columns) if columns else own
+        shape = Shape((entries // heads,), heads, n, d, bias, {"causal": causal})
         torch.manual_seed(0)
         q, k, v = shape.inputs(getattr(torch, dtype), DEVICE)
         added = None if shape.bias is None else PreparedBias(shape.bias(shape, DEVICE))
@@ -63,19 +104,20 @@ def measure(dtype: str, d: int, columns: int, output: Path, wait: Wait) -> None:
         calls = {}
         for name in ("hopper", "usual"):
             with kernels(name == "hopper"):
-                out = flashbias_attention(q, k, v, added, backend="triton")
+                out = flashbias_attention(q, k, v, added, causal=causal, backend="triton")
                 calls[name] = error(out, shape, q, k, v, terms)
         found.append((n, entries, (q, k, v, added), calls))
     wait()
     for n, entries, (q, k, v, added), errors in found:
-        row = {"dtype": dtype, "d": d, "columns": columns, "n": n, "entries": entries}
+        row = {"kind": kind, "dtype": dtype, "d": d, "columns": columns, "n": n, "entries": entries}
         times = {}
         for name in ("hopper", "usual"):
             with kernels(name == "hopper"):
                 call = lambda a=q, b=k, c=v, x=added: flashbias_attention(  # noqa: E731
-                    a, b, c, x, backend="triton"
+                    a, b, c, x, causal=causal, backend="triton"
                 )
                 call()
+                row[f"{name}_host_us"] = f"{host_us(call):.1f}"
                 with torch.cuda.stream(torch.cuda.Stream()):
                     times[name] = triton.testing.do_bench_cudagraph(
                         call, rep=40, return_mode="median"
@@ -84,7 +126,16 @@ def measure(dtype: str, d: int, columns: int, output: Path, wait: Wait) -> None:
             row[f"{name}_error"] = f"{errors[name]:.1e}"
         row |= {"gain": f"{times['usual'] / times['hopper']:.3f}", **machine()}
         row_file.append(output, FIELDS, row)
-        print(*[row[name] for name in FIELDS[:10]], flush=True)
+        print(*[row[name] for name in FIELDS[:13]], flush=True)
+
+
+def knows(kind: str, dtype: str, d: int, columns: int) -> bool:
+    """Whether the kernel for Hopper has a form for such calls."""
+    if columns not in rules.COLUMNS[d] or (columns and KINDS[kind][0] is not None):
+        return False
+    if kind == "table":
+        return d == 64 and dtype == "bfloat16"
+    return d == 64 or "distances" not in kind
 
 
 def main() -> None:
@@ -93,6 +144,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--head-sizes", type=int, nargs="*", default=list(rules.COLUMNS))
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
     parser.add_argument("--columns", type=int, nargs="*", default=[0, 16, 32, 64, 128])
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float16"])
     parser.add_argument("--resume", action="store_true", help="keep the rows of the output")
@@ -101,16 +153,17 @@ def main() -> None:
     if not rules.is_there(DEVICE):
         parser.error("this needs a Hopper card, and a version of Triton that rules.py names")
     row_file.begin(options.output, FIELDS, resume=options.resume)
-    known = {(r["dtype"], r["d"], r["columns"]) for r in row_file.read(options.output)}
+    known = {(r["kind"], r["dtype"], r["d"], r["columns"]) for r in row_file.read(options.output)}
     calls = [
-        (dtype, d, columns, options.output)
+        (kind, dtype, d, columns, options.output)
+        for kind in options.kinds
         for dtype in options.dtypes
         for d in options.head_sizes
         for columns in options.columns
-        if columns in rules.COLUMNS[d] and (dtype, str(d), str(columns)) not in known
+        if (kind, dtype, str(d), str(columns)) not in known and knows(kind, dtype, d, columns)
     ]
-    for dtype, d, columns, _ in in_turns(measure, calls):
-        print(f"no rows of {dtype}, heads of {d}, {columns} columns: its process died")
+    for kind, dtype, d, columns, _ in in_turns(measure, calls):
+        print(f"no rows of {kind}, {dtype}, heads of {d}, {columns} columns: its process died")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,9 @@ from ..terms.relative_table import distance_direction
 from .chunks import chunks
 from .codes import Codes, check_index, codes_from_index, grids
 
+#: tokens from which on a table of distances gets the margin that a kernel for them needs
+LONG_ENOUGH = 4 * RelativeTable.MARGIN
+
 #: A guess is first tried on this many rows of this many matrices: almost every wrong one fails.
 PROBE_ROWS, PROBE_MATRICES = 16, 32
 
@@ -114,11 +117,12 @@ def _tabulate(bias: Tensor, codes: Codes) -> RelativeTable | None:
     for part in chunks(len(flat), len(cell_code), bias.device):
         if not torch.equal(table[part][:, cell_code].to(bias.dtype), flat[part]):
             return None
+    long = min(len(codes.u), len(codes.v)) >= LONG_ENOUGH
     return RelativeTable.of_distances(
         table.reshape(*bias.shape[:-2], size),
         codes.u.int(),
         codes.v.int(),
-        distance_direction(codes.u, codes.v),
+        distance_direction(codes.u, codes.v) if long else 0,
     )
 
 

@@ -239,7 +239,7 @@ CASES += [("key bias", 2176, d, t, 0) for d, t in (*WIDE, (128, FP16))]
 def test_it_compiles_and_fits_registers(
     kind: str, n: int, d: int, dtype: torch.dtype, rank: int, tmp_path: Path, card: None
 ) -> None:
-    x = Inputs(CPU, dtype, n=n, heads=4, d=d, dv=d, batch=(1,))
+    x = Inputs(CPU, dtype, n=n, heads=12, d=d, dv=d, batch=(1,))
     terms = {"alibi": x.alibi, "key bias": x.key_bias, "table": x.table,
              "rising": lambda: x.distances(1), "falling": lambda: x.distances(-1),
              "causal rising": lambda: x.distances(1)}  # fmt: skip
