@@ -44,9 +44,9 @@ OF_CAUSAL = (
     "none", "low_rank", "key_bias", "alibi", "alibi-symmetric-rows", "relative_table", "dense",
     "lookup", "axial",
 )  # fmt: skip
-#: for the kernel for Hopper: five tiles of keys, the last of which has 65, and two with 2 queries
+#: for the kernel for Hopper: five tiles of keys, the last of which has 68, and two with 4 queries
 #: in the last block
-LONG, SHORT = 577, 130
+LONG, SHORT = 580, 132
 #: entries that have more blocks of `SHORT` than a Hopper has multiprocessors: where blocks are
 #: computed again, some programs have several
 MANY = 40
@@ -113,6 +113,8 @@ KINDS: dict[str, Callable[[Inputs], ScoreBias | None]] = {
     "low_rank-widest": _widest,
     "late-stretch": _late_stretch,
     "late-key": _late_key,
+    "distances": lambda x: x.bias(x.distances(1)),
+    "distances-falling": lambda x: x.bias(x.distances(-1)),
 }
 
 
@@ -146,12 +148,13 @@ def _of_training() -> list[Call]:
 def _of_hopper() -> list[Call]:
     """What the kernel for Hopper serves, or may come to serve."""
     factors = ("low_rank", "low_rank-unsplit", "low_rank-batch", "low_rank-widest", "late-stretch")
-    usual = ("none", "late-key", "alibi", "key_bias")
+    distances = ("distances", "distances-falling")
+    usual = ("none", "late-key", "alibi", "key_bias", "relative_table", *distances)
     found = []
     for d, t in product((64, 128), HALF):
         found += [Call(t, name, LONG, d) for name in (*usual, *factors)]
         found += [Call(t, x, LONG, d, causal=True) for x in (*usual, "low_rank", "late-stretch")]
-        short = ("none", "low_rank", "alibi", "key_bias")
+        short = ("none", "low_rank", "alibi", "key_bias", "relative_table", *distances)
         found += [Call(t, x, SHORT, d, causal=c) for x, c in product(short, (False, True))]
         found += [Call(t, "late-key", SHORT, d, batch=MANY, causal=c) for c in (False, True)]
     return [replace(call, hopper=True) for call in found]
@@ -234,6 +237,7 @@ def _open_to_all() -> Iterator[list[str]]:
     with (
         mock.patch.object(rules, "SHORTEST", dict.fromkeys(rules.SHORTEST, 1)),
         mock.patch.object(rules, "FEWEST_SCORES", 1),
+        mock.patch.object(rules, "REACH_FROM", LONG),
         mock.patch.object(launch, "_PLANS", {}),
         warnings.catch_warnings(record=True) as told,
     ):

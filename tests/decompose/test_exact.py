@@ -18,6 +18,7 @@ from flashbias_convert.decompose import (
     regions,
     relative_table,
 )
+from flashbias_convert.decompose.exact import LONG_ENOUGH
 from flashbias_convert.errors import DecompositionError
 from flashbias_convert.terms import RelativeTable
 
@@ -383,3 +384,17 @@ def test_the_dense_term_is_a_copy_in_the_same_precision():
     assert not term.bias.requires_grad
     assert term.bias.data_ptr() != bias.data_ptr()
     assert dense_term(torch.zeros(1, 1, 1).expand(2, 3, 4)).bias.is_contiguous()
+
+
+def test_long_tables_of_distances_say_so():
+    """With the margin that a kernel for them needs; short ones are not made longer."""
+    n = LONG_ENOUGH
+    values = torch.randn(2, 2 * n - 1)
+    token = torch.arange(n)
+    bias = values[:, token[None] - token[:, None] + n - 1]
+    term = relative_table(bias)
+    assert term is not None and term.by_distance in (1, -1) and term.entries == 2 * n - 1
+    term.check_codes()
+    assert torch.equal(term.dense(n, n), bias)
+    short = relative_table(bias[:, :-1, :-1])
+    assert short is not None and short.by_distance == 0

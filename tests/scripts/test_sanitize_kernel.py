@@ -28,6 +28,8 @@ from tests.attention.cases import BIASES, Inputs
 from tests.attention.conftest import INTERPRETED
 
 CPU = torch.device("cpu")
+#: of the largest tile
+KEYS = 128
 WHERE = {"card": "A", "torch": "2"}
 
 
@@ -127,7 +129,7 @@ def test_what_is_covered() -> None:
             own = {(c.bias, c.causal) for c in hopper if (c.d, c.dtype) == (d, dtype)}
             assert {("none", False), ("low_rank-widest", False), ("late-key", False)} <= own
             assert {(bias, True) for bias in ("none", "low_rank", "alibi", "key_bias")} <= own
-    assert all(call.hopper and call.n % plan.BLOCK_N and call.n % rules.ROWS for call in hopper)
+    assert all(call.hopper and call.n % KEYS and call.n % rules.ROWS for call in hopper)
 
 
 @pytest.fixture
@@ -181,7 +183,7 @@ def test_what_is_to_be_computed_again_is_far_above_the_first_tile() -> None:
         scores = (x.q[..., -1, :].float()[..., None, :] @ x.k.float().mT) * call.d**-0.5
         if bias is not None:
             scores = scores + bias.dense(x.n, x.m)[..., -1:, :]
-        level = scores[..., : plan.BLOCK_N].amax(-1).clamp(min=-20)
+        level = scores[..., :KEYS].amax(-1).clamp(min=-20)
         assert ((scores.amax(-1) - level) / math.log(2) > 60).all(), call
     # more blocks than an H200 has multiprocessors, so that programs have several
     assert max(-(-call.n // rules.BLOCK_M) * call.batch * 2 for call in calls) > 132

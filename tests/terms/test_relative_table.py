@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashbias_convert.terms import RelativeTable
+from flashbias_convert.terms.relative_table import distance_direction
 
 from .builders import Maker
 
@@ -128,3 +131,38 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         term.dense(2, 3)
     with pytest.raises(ValueError, match="relative_table: v is for 3 keys, the call has 4"):
         term.dense(3, 4)
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_codes_that_count_distances(step: int) -> None:
+    n, m = 6, 9
+    values = Maker().numbers(2, n + m - 1)
+    rows, keys = torch.arange(n), torch.arange(m)
+    u, v = (n - 1 - rows, keys) if step > 0 else (rows, m - 1 - keys)
+    assert distance_direction(u, v) == step
+    plain = RelativeTable(table=values, u=u, v=v)
+    term = RelativeTable.of_distances(values, u, v, step)
+    term.check_codes()
+    assert torch.equal(term.dense(n, m), plain.dense(n, m))
+    assert term.entries == plain.entries == n + m - 1
+    assert term.table.shape[-1] == n + m - 1 + 2 * RelativeTable.MARGIN
+    kept = RelativeTable.from_state(json.loads(json.dumps(term.static())), term.tensors())
+    assert kept.by_distance == step
+    chosen = term.select_heads([1])
+    assert chosen is not None and chosen.by_distance == step
+    with pytest.raises(ValueError, match="do not count distances that way"):
+        dataclasses.replace(term, by_distance=-step).check_codes()
+    with pytest.raises(ValueError, match=r"reach from -\d+ to"):
+        dataclasses.replace(plain, by_distance=step).check_codes()
+    with pytest.raises(ValueError, match="must be -1, 0 or 1"):
+        dataclasses.replace(plain, by_distance=2)
+
+
+def test_codes_that_count_no_distances() -> None:
+    token = torch.arange(9)
+    u = token // 3 * 5 + token % 3
+    assert distance_direction(u, u.flip(0)) == 0
+    assert distance_direction(token, token) == 0
+    values = Maker().numbers(2, 25)
+    term = RelativeTable.of_distances(values, u, u.flip(0), 0)
+    assert term.by_distance == 0 and torch.equal(term.table, values) and term.entries == 25
