@@ -237,6 +237,7 @@ def _open_to_all() -> Iterator[list[str]]:
     with (
         mock.patch.object(rules, "SHORTEST", dict.fromkeys(rules.SHORTEST, 1)),
         mock.patch.object(rules, "FEWEST_SCORES", 1),
+        mock.patch.object(rules, "FEWEST_OF_ONE_PASS", 1),
         mock.patch.object(rules, "REACH_FROM", LONG),
         mock.patch.object(launch, "_PLANS", {}),
         warnings.catch_warnings(record=True) as told,

@@ -70,7 +70,8 @@ def kernels(hopper: bool) -> Iterator[None]:
         mock.patch.object(launch, "_PLANS", {}),
         mock.patch.object(rules, "SHORTEST", shortest),
         mock.patch.object(rules, "FEWEST_SCORES", 1),
-        mock.patch.object(rules, "FP16_FROM", min(rules.COLUMNS)),
+        mock.patch.object(rules, "FEWEST_OF_ONE_PASS", 1),
+        mock.patch.object(rules, "FP16", frozenset(rules.SHORTEST)),
     ):
         yield
 

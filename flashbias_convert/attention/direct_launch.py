@@ -29,7 +29,7 @@ class DirectLaunch:
 
     def __call__(self, programs: int, arguments: Iterable[Any]) -> None:
         """Launch so many programs with these arguments, the constants among them."""
-        if _is_watched():
+        if is_watched():
             self._compiled[programs, 1, 1](*arguments)
             return
         driver = self._driver
@@ -42,7 +42,7 @@ def direct(compiled: Any) -> DirectLaunch | None:
     return None if compiled is None else DirectLaunch(compiled)
 
 
-def _is_watched() -> bool:
+def is_watched() -> bool:
     """Whether somebody wants to be told of launches, as Triton's profiler does."""
     runtime = _runtime()
     return _has_calls(runtime.launch_enter_hook) or _has_calls(runtime.launch_exit_hook)

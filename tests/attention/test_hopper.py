@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -62,6 +64,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if there were a Hopper and its version of Triton; calls may be small."""
     monkeypatch.setattr(rules, "is_there", lambda _: True)
     monkeypatch.setattr(rules, "FEWEST_SCORES", 2**22)
+    monkeypatch.setattr(rules, "FEWEST_OF_ONE_PASS", 2**20)
 
 
 @pytest.mark.parametrize(("d", "dtype"), [(64, BF16), (128, BF16), (128, FP16)])
@@ -188,6 +191,8 @@ def test_calls_that_it_does_not_know(card: None) -> None:
         "small": (BARE, {name: x[0, :1, :1920] for name, x in packed(2048, 64).items()}, {}),
         "narrow": (BARE, packed(2048, 32), {}),
         "between": (BARE, packed(2048, 80), {}),
+        "few scores": (GroupSpec(None, by_distance=1),
+                       {name: x[:1, :1] for name, x in packed(544, 64).items()} | table(544), {}),
         "fp16, 64": (BARE, packed(2048, 64, FP16), {}),
         "fp32": (BARE, packed(2048, 64, torch.float32), {}),
         "columns": (GroupSpec(None, columns=128, scaled=True),
@@ -216,7 +221,10 @@ def test_without_such_a_card_nothing_is_served() -> None:
 
 triton = pytest.importorskip("triton")
 if not INTERPRETED:
-    from flashbias_convert.attention.hopper import plan
+    from triton.runtime import driver
+
+    from flashbias_convert.attention.direct_launch import DirectLaunch
+    from flashbias_convert.attention.hopper import described, plan
 
     from .ahead_of_time import HOPPER_SHARED_BYTES, NVDISASM, compile_attention
 
@@ -345,3 +353,69 @@ def test_a_bias_per_key_is_read_as_rows() -> None:
     found = made.arguments(call, 0.125, None)
     assert (found["many_bb"], found["many_bh"]) == (1, 0)
     assert found["key_bias_desc"].shape == [2, 2048] and found["to_exp2"] == rules.LOG2E
+
+
+def make_tensordesc_arg(arg: Any, meta: list[str]) -> list[Any]:
+    """As Triton's: what a launch takes of a description. `meta` counts how often it was asked."""
+    meta.append("asked")
+    return [(meta[0], arg.base.data_ptr()), *arg.shape, *arg.strides]
+
+
+class _Launcher:
+    """What Triton 3.6 launches with: descriptions are encoded in every launch."""
+
+    launch_cooperative_grid, launch_pdl = False, True
+    global_scratch_size = profile_scratch_size = 0
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.metas = [["first"], ["second"]]
+        launcher, tensordesc_indices, tensordesc_meta = self.note, {0, 2}, self.metas
+
+        def inner(*args: Any) -> None:
+            final, met = list(args[:13]), 0
+            for i, arg in enumerate(args[13:]):
+                if i in tensordesc_indices:
+                    final += make_tensordesc_arg(arg, tensordesc_meta[met])
+                    met += 1
+                else:
+                    final.append(arg)
+            launcher(*final)
+
+        self.launch = inner
+
+    def note(self, *args: Any) -> None:
+        self.calls.append(args)
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
+        self.launch(x, y, z, stream, function, False, True, None, None, *rest)
+
+
+@compiles
+def test_places_in_memory_are_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a launch gives to Triton's launcher is what Triton gives to it."""
+    run = _Launcher()
+    made = SimpleNamespace(run=run, function=77, packed_metadata=(1, 2))
+    card = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 5)
+    tiles = described.row_tiles(torch.empty(2, 96, 64, dtype=BF16), 64)
+    one, other = (torch.zeros(2, 96, 64, dtype=BF16) for _ in range(2))
+    with mock.patch.object(driver, "_active", card):
+        ours, direct = described.DescribedLaunch(made), DirectLaunch(made)
+        for tensors in ((one, other), (one, other), (other, other)):
+            values = [tiles.of(tensors[0]), 3.5, tiles.of(tensors[1]), None]
+            direct(9, values)
+            before = sum(map(len, run.metas))
+            ours(9, values)
+            assert run.calls[-1] == run.calls[-2] and run.calls[-1][-1] is None
+            asked = sum(map(len, run.metas)) - before
+            assert asked == {1: 2, 2: 0, 3: 1}[len(run.calls) // 2]
+        monkeypatch.setattr(described, "MOST_KNOWN", 1)
+        ours(9, values)
+        assert run.calls[-1] == run.calls[-2]
+        # scratch memory, or a launcher of another make
+        run.global_scratch_size = 8
+        assert described.DescribedLaunch(made)._encode is None
+        run.global_scratch_size, run.launch = 0, run.note
+        strange = described.DescribedLaunch(made)
+        strange(9, values)
+        assert strange._encode is None and run.calls[-1][-4:] == tuple(values)

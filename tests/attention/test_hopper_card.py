@@ -51,6 +51,7 @@ def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
     monkeypatch.setattr(rules, "SHORTEST", dict.fromkeys(rules.SHORTEST, 1))
     monkeypatch.setattr(rules, "FEWEST_SCORES", 1)
+    monkeypatch.setattr(rules, "FEWEST_OF_ONE_PASS", 1)
     monkeypatch.setattr(rules, "TURNS_FROM", request.param)
     monkeypatch.setattr(rules, "REACH_FROM", 250)
     monkeypatch.setattr(launch, "_PLANS", {})

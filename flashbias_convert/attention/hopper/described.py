@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..direct_launch import DirectLaunch, is_watched
 from .rules import rows_of
+
+#: descriptions that a launch keeps; the tensors of a model have few places in memory
+MOST_KNOWN = 256
 
 
 class Tiles:
@@ -35,6 +40,69 @@ class Tiles:
         made = object.__new__(kind)
         made.__dict__.update(self._common, base=tensor)
         return made
+
+
+class DescribedLaunch(DirectLaunch):
+    """Launches a compiled kernel, and describes a place in memory to the card once.
+
+    Triton encodes what it says of a tensor anew in every launch, which for five of them takes as
+    long as all else. It depends on where a tensor is, and on what is the same for all launches.
+
+    Args:
+        compiled: see `DirectLaunch`. Where Triton's launcher is made in another way than in the
+            versions that `rules` names, it does all as it does it.
+    """
+
+    def __init__(self, compiled: Any) -> None:
+        super().__init__(compiled)
+        self._encode, self._launcher, self._meta = _parts_of(self._run)
+        self._known: dict[tuple[int, int], list[Any]] = {}
+
+    def __call__(self, programs: int, arguments: Iterable[Any]) -> None:
+        """Launch so many programs with these arguments, the constants among them."""
+        if self._encode is None or is_watched():
+            super().__call__(programs, arguments)
+            return
+        kind, given, place = _descriptor(), [], 0
+        for value in arguments:
+            if type(value) is kind:
+                given += self._described(place, value)
+                place += 1
+            else:
+                given.append(value)
+        driver, run = self._driver, self._run
+        stream = driver.get_current_stream(driver.get_current_device())
+        function, *constant = self._constant
+        launch = (function, run.launch_cooperative_grid, run.launch_pdl, None, None, *constant)
+        self._launcher(programs, 1, 1, stream, *launch, *given)
+
+    def _described(self, place: int, value: Any) -> list[Any]:
+        key = (place, value.base.data_ptr())
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            assert self._encode is not None
+            known = self._known[key] = self._encode(value, self._meta[place])
+        return known
+
+
+def _parts_of(run: Any) -> tuple[Callable[..., list[Any]] | None, Any, list[Any]]:
+    """How Triton encodes a description, what launches with it, and what it knows of each."""
+    wrapped: Any = getattr(run, "launch", None)
+    names = getattr(getattr(wrapped, "__code__", None), "co_freevars", ())
+    if set(names) != {"launcher", "tensordesc_indices", "tensordesc_meta"}:
+        return None, None, []
+    if run.global_scratch_size or run.profile_scratch_size:
+        return None, None, []
+    found = {n: c.cell_contents for n, c in zip(names, wrapped.__closure__, strict=True)}
+    encode = wrapped.__globals__.get("make_tensordesc_arg")
+    return encode, found["launcher"], found["tensordesc_meta"]
+
+
+def described(compiled: Any) -> DescribedLaunch | None:
+    """How to launch it again; None for what is no compiled kernel, as a recorder gives."""
+    return None if compiled is None else DescribedLaunch(compiled)
 
 
 def row_tiles(x: Tensor, rows: int) -> Tiles:

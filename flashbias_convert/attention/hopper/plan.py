@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..direct_launch import DirectLaunch, direct
+from ..direct_launch import DirectLaunch
 from ..launch_plan import Launchable, on_device
 from ..parts import multiprocessors_of
 from ..strides import VECTOR_BYTES
-from .described import Tiles, key_tiles, row_tiles
+from .described import Tiles, described, key_tiles, row_tiles
 from .forms import NO_BIAS, Form
 from .rules import LOG2E, MARKS, ROWS, give_up, works
 
@@ -163,7 +163,7 @@ class HopperPlan:
         most = self._form.most_registers
         options = {} if kernel is not None or most is None else {"maxnreg": most}
         made = (kernel or _kernel)()[(programs,)](**values, **options)
-        self._launches[name] = direct(made)
+        self._launches[name] = described(made)
 
 
 @cache

@@ -40,8 +40,11 @@ SHORTEST = {
 }  # fmt: skip
 #: fewest scores of a call: with less the host takes longer to describe tensors than the card works
 FEWEST_SCORES = 2**28
-#: fp16 has no range for quick steps; without them it was measured to pay with heads of this size
-FP16_FROM = 128
+#: and of those with tables by distance that have one pass, which ends sooner on the host
+FEWEST_OF_ONE_PASS = 2**24
+#: what fp16 pays for, which has no range for quick steps
+FP16 = frozenset({("plain", 128), ("causal", 128), ("alibi", 128), ("key bias", 128),
+                  ("causal", 64), ("alibi", 64), ("distances", 64)})  # fmt: skip
 #: with fewer tokens two programs beside each other were faster than warpgroups in turns, D = 64
 TURNS_FROM = 1536
 #: most columns with which two programs fit the memory of a multiprocessor
@@ -80,28 +83,27 @@ def form_of(
         spec, tensors, causal, cosine, bounded: see `launch.launch`.
     """
     kind = _kind(spec, tensors, causal)
-    if kind is None or cosine or bounded or not plain_scale:
-        return None
-    if spec.heads is not None or (spec.columns and not spec.scaled) or spec.symmetric:
+    if kind is None or cosine or bounded or not plain_scale or not _knows(spec):
         return None
     q = tensors["q"]
     n, d = q.shape[-2:]
-    if (
-        q.dim() not in (3, 4)
-        or spec.columns not in COLUMNS.get(d, ())
-        or n < SHORTEST.get((kind, d), n + 1)
-    ):
+    if q.dim() not in (3, 4) or spec.columns not in COLUMNS.get(d, ()):
         return None
-    if n * n * (q.numel() // (n * d)) < FEWEST_SCORES * (1 + causal):
+    if n < SHORTEST.get((kind, d), n + 1) or not _in_half((kind, d), q.dtype):
         return None
-    if q.dtype == torch.float16 and kind != "distances" and d < FP16_FROM:
+    form = _chosen(kind, Form(d, spec.columns, causal=causal, bias=_bias(kind, spec)), n)
+    fewest = FEWEST_SCORES if form.quick else FEWEST_OF_ONE_PASS
+    if n * n * (q.numel() // (n * d)) < fewest * (1 + causal):
         return None
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return None
-    if not _can_copy(tensors) or _GIVEN_UP or not is_there(q.device):
-        return None
-    form = Form(d, spec.columns, causal=causal, bias=_bias(kind, spec.by_distance))
-    return _chosen(kind, form, n)
+    return form if _can_copy(tensors) and works() and is_there(q.device) else None
+
+
+def _knows(spec: GroupSpec) -> bool:
+    return spec.heads is None and not spec.symmetric and (spec.scaled or not spec.columns)
+
+
+def _in_half(call: tuple[str, int], dtype: torch.dtype) -> bool:
+    return dtype == torch.bfloat16 or (dtype == torch.float16 and call in FP16)
 
 
 def _kind(spec: GroupSpec, tensors: Mapping[str, Tensor], causal: bool) -> str | None:
@@ -116,9 +118,9 @@ def _kind(spec: GroupSpec, tensors: Mapping[str, Tensor], causal: bool) -> str |
     return None
 
 
-def _bias(kind: str, by_distance: int) -> int:
+def _bias(kind: str, spec: GroupSpec) -> int:
     if kind == "distances":
-        return RISING if by_distance > 0 else FALLING
+        return RISING if spec.by_distance > 0 else FALLING
     return {"alibi": ALIBI, "key bias": KEY_BIAS, "table": TABLE}.get(kind, NO_BIAS)
 
 

@@ -195,7 +195,8 @@ def looked_up(table, code_q, code_k, n: gl.constexpr):
     far = (table + code)[:, None].to(gl.int64) + gl.zeros([ROWS, n], gl.int64, layout)
     near = code_k[None, :] + gl.zeros([ROWS, n], gl.int32, layout)
     return gl.inline_asm_elementwise(
-        "{ .reg .u64 at; mad.wide.s32 at, $1, 4, $2; ld.global.nc.f32 $0, [at]; }",
+        "{ .reg .s64 at; cvt.s64.s32 at, $1; shl.b64 at, at, 2; add.s64 at, at, $2; "
+        "ld.global.nc.f32 $0, [at]; }",
         "=f,r,l", [near, far], dtype=gl.float32, is_pure=True, pack=1,
     )  # fmt: skip
 
