@@ -25,7 +25,7 @@ from attention_shapes import Shape, alibi, key_bias, low_rank, offsets
 from bench_attention import error, machine
 from turns import Wait, in_turns
 
-from flashbias_convert import RelativeTable, ScoreBias
+from flashbias_convert import ScoreBias
 from flashbias_convert.attention import PreparedBias, flashbias_attention, launch
 from flashbias_convert.attention.hopper import rules
 
@@ -41,22 +41,12 @@ FIELDS = ("kind", "dtype", "d", "columns", "n", "entries", "hopper_ms", "usual_m
           "triton")  # fmt: skip
 
 
-def windows(shape: Shape, device: torch.device) -> ScoreBias:
-    """A relative table of a window that is 32 tokens wide."""
-    token = torch.arange(shape.n, device=device, dtype=torch.int32)
-    u = token // 32 * 63 + token % 32
-    v = u.max() - u
-    values = torch.randn(shape.heads, int(u.max() + v.max()) + 1, device=device)
-    return ScoreBias((RelativeTable(table=values, u=u, v=v),), shape.heads)
-
-
 #: kind: its bias, and whether keys after a query are hidden
 KINDS: dict[str, tuple[Callable[[Shape, torch.device], ScoreBias] | None, bool]] = {
     "plain": (None, False),
     "causal": (None, True),
     "alibi": (alibi, True),
     "key bias": (key_bias, False),
-    "table": (windows, False),
     "distances": (offsets, False),
     "causal distances": (offsets, True),
 }
@@ -134,8 +124,6 @@ def knows(kind: str, dtype: str, d: int, columns: int) -> bool:
     """Whether the kernel for Hopper has a form for such calls."""
     if columns not in rules.COLUMNS[d] or (columns and KINDS[kind][0] is not None):
         return False
-    if kind == "table":
-        return d == 64 and dtype == "bfloat16"
     return d == 64 or "distances" not in kind
 
 

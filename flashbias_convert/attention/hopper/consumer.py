@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .items import first_key, first_width, unseen_tiles, work_item
 from .steps import first_part, join, last_part, overlapped_step, skipped_step, whole_step
-from .tiles import ALIBI, RISING, ROWS, TABLE, as_operand, get, product_layout
+from .tiles import ALIBI, RISING, ROWS, as_operand, get, product_layout
 
 
 @gluon.jit
@@ -108,22 +108,17 @@ def _all_tiles(
 
 
 @gluon.jit
-def _extra(bias_ptrs, row, h, N, D: gl.constexpr, FORM: gl.constexpr):
-    """What of a bias belongs to a head and 64 queries, see `steps`."""
+def _extra(bias_ptrs, h, FORM: gl.constexpr):
+    """What of a bias belongs to a head, see `steps`; anything where there is nothing."""
     BIAS: gl.constexpr = get(FORM, "BIAS")
     slopes_ptr, table_ptr, table_step, codes_q_ptr, codes_k_ptr = bias_ptrs
-    nothing = h
     if BIAS == ALIBI:
-        return (gl.load(slopes_ptr + h), nothing, nothing, nothing)
-    elif BIAS == TABLE:
-        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, product_layout(D)))
-        code = gl.load(codes_q_ptr + gl.minimum(rows, N - 1))
-        return (nothing, table_ptr + h.to(gl.int64) * table_step, codes_k_ptr, code)
+        return (gl.load(slopes_ptr + h), h)
     elif BIAS >= RISING:
         zero = gl.load(codes_q_ptr) + gl.load(codes_k_ptr)
-        return (nothing, table_ptr + h.to(gl.int64) * table_step + zero, nothing, nothing)
+        return (h, table_ptr + h.to(gl.int64) * table_step + zero)
     else:
-        return (nothing, nothing, nothing, nothing)
+        return (h, h)
 
 
 @gluon.jit
@@ -141,7 +136,7 @@ def _consume_item(
     N, _H, _entries, _near, _works, _many, _reach = sizes
     first, b, h, tiles, last = work_item(work, sizes, FORM)
     row = first + W * ROWS
-    extra = _extra(bias_ptrs, row, h, N, D, FORM)
+    extra = _extra(bias_ptrs, h, FORM)
     q = q_bufs[0].index(W).reshape([ROWS, D])
     pq = q
     if R > 0:

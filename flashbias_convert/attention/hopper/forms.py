@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 #: what is added element by element: nothing, ALiBi's slope times a distance, a number of a key, an
-#: entry of a table at a sum of two codes, or at a distance, which rises with the key or falls
-NO_BIAS, ALIBI, KEY_BIAS, TABLE, RISING, FALLING = range(6)
+#: entry of a table by distance, which rises with the key or falls
+NO_BIAS, ALIBI, KEY_BIAS, RISING, FALLING = range(5)
 #: of the integer: name, bits, unit
 FIELDS = (
     ("HEAD", 4, 16), ("COLUMNS", 4, 16), ("KEYS", 4, 16), ("STAGES", 3, 1), ("GROUPS", 2, 1),
@@ -32,7 +32,7 @@ class Form:
         overlap: the product of weights and values runs while the next weights are computed.
         turns: warpgroups take turns to ask for products.
         causal: keys after a query are hidden.
-        bias: one of `NO_BIAS`, `ALIBI`, `KEY_BIAS`, `TABLE`, `RISING`, `FALLING`.
+        bias: one of `NO_BIAS`, `ALIBI`, `KEY_BIAS`, `RISING`, `FALLING`.
         quick: only the first tile sets the level of a row; rows where that is no good are marked.
         again: compute only blocks of queries with marks.
         tail: most keys of the last tile, where they are few; 0: as many as elsewhere.

@@ -20,7 +20,6 @@ from .forms import (
     NO_BIAS,
     RISING,
     SMALL,
-    TABLE,
     Form,
 )
 
@@ -33,10 +32,10 @@ COLUMNS = {64: (0, 16, 32, 64, 128), 128: (0, 16, 32, 64)}
 #: scripts/results/tune_hopper.csv
 SHORTEST = {
     ("plain", 64): 1024, ("plain", 128): 512,
-    ("causal", 64): 1024, ("causal", 128): 1024,
-    ("alibi", 64): 1024, ("alibi", 128): 1024,
-    ("key bias", 64): 1024, ("key bias", 128): 1024,
-    ("table", 64): 1024, ("distances", 64): 512,
+    ("causal", 64): 512, ("causal", 128): 512,
+    ("alibi", 64): 512, ("alibi", 128): 512,
+    ("key bias", 64): 1500, ("key bias", 128): 512,
+    ("distances", 64): 512,
 }  # fmt: skip
 #: fewest scores of a call: with less the host takes longer to describe tensors than the card works
 FEWEST_SCORES = 2**28
@@ -52,7 +51,7 @@ BESIDE_COLUMNS = 64
 #: with fewer tokens a second launch takes longer than steps save that follow the largest score
 QUICK_DISTANCES_FROM = 1024
 #: with fewer tokens looking for keys without weight costs more than they do
-REACH_FROM = 4096
+REACH_FROM = 2048
 #: queries of a warpgroup, and most of a program, which has one or two
 ROWS, BLOCK_M = 64, 128
 #: most blocks of queries that a multiprocessor may have to look at in the second pass
@@ -63,7 +62,7 @@ _OWN = {
     "plain": (frozenset(), frozenset({"phi_q", "phi_k"})),
     "alibi": (frozenset({"slopes"}),),
     "key bias": (frozenset({"key_bias"}),),
-    "table": (frozenset({"table", "codes_q", "codes_k"}),),
+    "distances": (frozenset({"table", "codes_q", "codes_k"}),),
 }
 
 
@@ -112,8 +111,8 @@ def _kind(spec: GroupSpec, tensors: Mapping[str, Tensor], causal: bool) -> str |
         if more in sets:
             if kind == "plain":
                 return "causal" if causal else kind
-            if kind == "table" and spec.by_distance:
-                return "distances"
+            if kind == "distances":
+                return kind if spec.by_distance else None
             return kind if causal == (kind == "alibi") else None
     return None
 
@@ -121,7 +120,7 @@ def _kind(spec: GroupSpec, tensors: Mapping[str, Tensor], causal: bool) -> str |
 def _bias(kind: str, spec: GroupSpec) -> int:
     if kind == "distances":
         return RISING if spec.by_distance > 0 else FALLING
-    return {"alibi": ALIBI, "key bias": KEY_BIAS, "table": TABLE}.get(kind, NO_BIAS)
+    return {"alibi": ALIBI, "key bias": KEY_BIAS}.get(kind, NO_BIAS)
 
 
 def _chosen(kind: str, form: Form, n: int) -> Form:
@@ -132,7 +131,7 @@ def _chosen(kind: str, form: Form, n: int) -> Form:
         return form
     if kind == "distances":
         return _with_tail(replace(form, **SMALL, quick=n >= QUICK_DISTANCES_FROM), n)
-    if kind in ("key bias", "table"):
+    if kind == "key bias":
         return _with_tail(replace(form, **ALONE), n)
     if form.columns <= BESIDE_COLUMNS and (form.causal or n < TURNS_FROM):
         return _with_tail(replace(form, **BESIDE), n)

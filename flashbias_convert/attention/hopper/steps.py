@@ -1,8 +1,8 @@
 """Steps of a math warpgroup over tiles of keys, in Gluon; see `kernel` for the barriers.
 
 `given` is all that stays the same: q and phi_q, the rings of k, v, phi_k and a bias per key, their
-barriers, the scale and what turns scores into exponents of two, `extra` (ALiBi's slope, a table (by
-distance: where it has distance zero), codes of keys and those of the queries), the first query and
+barriers, the scale and what turns scores into exponents of two, `extra` (ALiBi's slope, and where a
+table by distance has that of zero), the first query and
 the length of the sequence. `ring` has slots and phases of k and v, and the phase of the turn; `key`
 is the first key of a tile, W the warpgroup.
 """
@@ -54,9 +54,9 @@ def first_part(
     if get(FORM, "TURNS"):
         mbarrier.arrive(turn.index((W + 1) % GROUPS))
         tp = tp ^ 1
-    found = before_scores(extra, row, key, N, n, FORM)
+    found = before_scores(extra, row, key, n, FORM)
     s = warpgroup_mma_wait(0, (s,))
-    y = add_bias(s, found, bufs[3].index(ks), extra, scale, n, FORM)
+    y = add_bias(s, found, bufs[3].index(ks), scale, n, FORM)
     mbarrier.arrive(k_empty.index(ks))
     if MASK:
         y = hide(y, row, key, N, n, FORM)
@@ -132,9 +132,9 @@ def overlapped_step(
     if get(FORM, "TURNS"):
         mbarrier.arrive(turn.index((W + 1) % GROUPS))
         tp = tp ^ 1
-    found = before_scores(extra, row, key, N, BN, FORM)
+    found = before_scores(extra, row, key, BN, FORM)
     s = warpgroup_mma_wait(1, (s,))  # the other product may still run
-    y = add_bias(s, found, bufs[3].index(ks), extra, scale, BN, FORM)
+    y = add_bias(s, found, bufs[3].index(ks), scale, BN, FORM)
     mbarrier.arrive(k_empty.index(ks))
     if MASK:
         y = hide(y, row, key, N, BN, FORM)

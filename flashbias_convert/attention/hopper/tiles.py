@@ -15,9 +15,8 @@ from . import forms, rules
 
 #: rows of a warpgroup
 ROWS = gl.constexpr(rules.ROWS)
-ALIBI, KEY_BIAS, TABLE, RISING, FALLING = (
-    gl.constexpr(kind)
-    for kind in (forms.ALIBI, forms.KEY_BIAS, forms.TABLE, forms.RISING, forms.FALLING)
+ALIBI, KEY_BIAS, RISING = (
+    gl.constexpr(kind) for kind in (forms.ALIBI, forms.KEY_BIAS, forms.RISING)
 )
 #: where a form's code has which number; Gluon lets functions read nothing but constants
 FIELDS = gl.constexpr(forms.FIELDS)
@@ -166,20 +165,18 @@ def by_distance(table, row, key, n: gl.constexpr, RISING: gl.constexpr):
 
 
 @gluon.jit
-def before_scores(extra, row, key, N, n: gl.constexpr, FORM: gl.constexpr):
+def before_scores(extra, row, key, n: gl.constexpr, FORM: gl.constexpr):
     """What can be read of a tile's bias while its scores are computed.
 
     Returns:
-        ALiBi's slope times keys counted from the tile's first one, or codes of its keys, (n,), or
-        entries of a table by distance, (64, n); anything where there is nothing to read.
+        ALiBi's slope times keys counted from the tile's first one, (n,), or entries of a table by
+        distance, (64, n); anything where there is nothing to read.
     """
     BIAS: gl.constexpr = get(FORM, "BIAS")
-    slope, table, codes, _code = extra
+    slope, table = extra
     columns = gl.arange(0, n, gl.SliceLayout(0, product_layout(n)))
     if BIAS == ALIBI:
         found = slope * columns.to(gl.float32)
-    elif BIAS == TABLE:
-        found = gl.load(codes + gl.minimum(key + columns, N - 1))
     elif BIAS >= RISING:
         found = by_distance(table, row, key, n, BIAS == RISING)
     else:
@@ -188,32 +185,16 @@ def before_scores(extra, row, key, N, n: gl.constexpr, FORM: gl.constexpr):
 
 
 @gluon.jit
-def looked_up(table, code_q, code_k, n: gl.constexpr):
-    """Entries of a table at sums of codes of rows and of columns, (64, n)."""
-    layout: gl.constexpr = product_layout(n)
-    code = gl.convert_layout(code_q, gl.SliceLayout(1, layout), assert_trivial=True)
-    far = (table + code)[:, None].to(gl.int64) + gl.zeros([ROWS, n], gl.int64, layout)
-    near = code_k[None, :] + gl.zeros([ROWS, n], gl.int32, layout)
-    return gl.inline_asm_elementwise(
-        "{ .reg .s64 at; cvt.s64.s32 at, $1; shl.b64 at, at, 2; add.s64 at, at, $2; "
-        "ld.global.nc.f32 $0, [at]; }",
-        "=f,r,l", [near, far], dtype=gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def add_bias(s, found, values, extra, scale, n: gl.constexpr, FORM: gl.constexpr):
+def add_bias(s, found, values, scale, n: gl.constexpr, FORM: gl.constexpr):
     """scale s + bias, but for what is constant along a row; s alone if there is none.
 
     Args:
         s: scores (64, n) in units of the scale.
         found: of `before_scores`.
         values: a tile of a bias per key in shared memory, or anything.
-        extra: see `steps`.
     """
     BN: gl.constexpr = get(FORM, "KEYS")
     BIAS: gl.constexpr = get(FORM, "BIAS")
-    _slope, table, _codes, code = extra
     if BIAS == ALIBI:
         s = gl.fma(s, scale, found[None, :])
     elif BIAS == KEY_BIAS:
@@ -221,8 +202,6 @@ def add_bias(s, found, values, extra, scale, n: gl.constexpr, FORM: gl.constexpr
         if n < BN:
             values = values.slice(0, n)
         s = gl.fma(s, scale, values.load(gl.SliceLayout(0, product_layout(n)))[None, :])
-    elif BIAS == TABLE:
-        s = gl.fma(s, scale, looked_up(table, code, found, n))
     elif BIAS >= RISING:
         s = gl.fma(s, scale, found)
     return s
