@@ -95,6 +95,12 @@ def offsets(shape: Shape, device: torch.device) -> ScoreBias:
     return ScoreBias((term,), shape.heads)
 
 
+def codes(shape: Shape, device: torch.device) -> ScoreBias:
+    """The same, as a table of any codes, such as those of windows."""
+    (term,) = offsets(shape, device).terms
+    return ScoreBias((replace(term, by_distance=0),), shape.heads)
+
+
 def cls_table(shape: Shape, device: torch.device) -> ScoreBias:
     """A relative table of a square window behind a class token, as BEiT's."""
     side = round((shape.n - 1) ** 0.5)

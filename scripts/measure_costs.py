@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 import triton
 from attention_launches import apart
-from attention_shapes import Shape, alibi, dense, lookup, low_rank, offsets, with_regions
+from attention_shapes import Shape, alibi, codes, dense, lookup, low_rank, with_regions
 from row_file import VERSIONS, RowFile
 from torch import Tensor
 from tune_attention import time_ms
@@ -66,7 +66,7 @@ FORMS: dict[str, Make] = {
     "none": nothing,
     **{f"low_rank {rank}": low_rank(rank) for rank in (16, 32, 64, 128, 256)},
     "low_rank 16 + diagonal": with_diagonal(low_rank(16)),
-    "relative_table": offsets,
+    "relative_table": codes,
     "lookup": lookup,
     "dense": dense,
     "alibi": alibi,
