@@ -110,8 +110,8 @@ def distance_table(*, table: Tensor, n: int, gate: Tensor | None = None) -> Rela
     wide = table.to(torch.promote_types(table.dtype, torch.float32))
 
     def codes() -> tuple[Tensor, Tensor]:
-        down = torch.arange(n - 1, -1, -1, dtype=torch.int32, device=table.device)
-        down += RelativeTable.MARGIN
+        last = n - 1 + RelativeTable.MARGIN
+        down = torch.arange(last, last - n, -1, dtype=torch.int32, device=table.device)
         return down, torch.arange(table.shape[-1] - n + 1, dtype=torch.int32, device=table.device)
 
     u, v = kept_with(table, ("distance codes", n), codes)

@@ -181,16 +181,22 @@ class PatchedAttention(Composed):
 
     # -- staleness -------------------------------------------------------------------------
 
-    def seal(self) -> None:
-        """Declare that the terms belong to the weights and sizes as they are now."""
+    def seal(self, *, prepare: bool = True) -> None:
+        """Declare that the terms belong to the weights and sizes as they are now.
+
+        Args:
+            prepare: look at the terms and have their packed forms made, now, so that torch.compile
+                finds them; not of placeholders, which need not be what their kinds allow.
+        """
         sources = self.sealed_sources()
         self._seal = Seal.of(sources)
         self.score_bias.awaits_load = False
         rows = rows_of(sources, self._seal.values, self.score_bias.rows())
         self.score_bias.set_made_from(saved_rows(self, sources, rows))
         self.score_bias.sealed = {}
-        self.score_bias.prepare(self.head_by_head)  # now, so that torch.compile finds it made
-        self.score_bias.bound_scores(self.scale_bound())
+        if prepare:
+            self.score_bias.prepare(self.head_by_head)
+            self.score_bias.bound_scores(self.scale_bound())
 
     def seal_if_matched(self) -> None:
         """`seal` terms that were loaded, unless they say that they belong to other weights."""

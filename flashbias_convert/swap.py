@@ -93,13 +93,13 @@ def patch_module(
     terms = ScoreBiasModule(bias, backend, builders, modules, trained)
     terms.train(module.training)
     with at_hand([module]):
-        patched = _patch(module, recipe_class, terms)
+        patched = _patch(module, recipe_class, terms, filled=not awaits_load)
     if awaits_load:
         patched.await_load()
 
 
 def _patch(
-    module: nn.Module, recipe_class: type[PatchedAttention], terms: ScoreBiasModule
+    module: nn.Module, recipe_class: type[PatchedAttention], terms: ScoreBiasModule, filled: bool
 ) -> PatchedAttention:
     place = device_of(module)
     if not any(t.is_meta for t in (*module.parameters(), *terms.parameters(), *terms.buffers())):
@@ -109,7 +109,7 @@ def _patch(
     try:
         if terms.trained:
             module.resting = set_to_rest(module, module.sealed_sources())
-        module.seal()
+        module.seal(prepare=filled)
     except BaseException:
         unpatch_module(module)
         raise

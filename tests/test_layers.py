@@ -21,6 +21,7 @@ LAYERS = [
         "tracing",
         "hooks",
         "compiler_faults",
+        "maps",
     },
     {"relative_positions", "split_layers"},
     {"options"},

@@ -51,7 +51,8 @@ class RelativeTable(Term):
                 not count distances; then the table stays as it is.
         """
         if step:
-            table, u = torch.nn.functional.pad(table, (cls.MARGIN, cls.MARGIN)), u + cls.MARGIN
+            table = torch.nn.functional.pad(table, (cls.MARGIN, cls.MARGIN))
+            u, v = u.int() + cls.MARGIN, v.int()
         return cls(table=table, u=u, v=v, by_distance=step)
 
     def __post_init__(self) -> None:

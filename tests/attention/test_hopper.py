@@ -170,6 +170,8 @@ def test_calls_that_it_does_not_know(card: None) -> None:
                                        {"causal": True}),
         "ALiBi of positions": (BARE, {**call, **slopes(), "pos_q": torch.empty(2048)},
                                {"causal": True}),
+        "one slope for all": (BARE, {**call, **slopes(1)}, {"causal": True}),
+        "slopes apart": (BARE, {**call, "slopes": torch.empty(2, 2)[:, 0]}, {"causal": True}),
         "slopes of each batch entry": (BARE, {**call, "slopes": torch.empty(2, 2)},
                                        {"causal": True}),
         "ALiBi and factors": (SPEC, {**call, **own, **slopes()}, {"causal": True}),

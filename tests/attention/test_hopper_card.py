@@ -48,6 +48,9 @@ def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         ran.append(1)
         run(self, *args)
         assert rules.works()
+        # Triton's launcher is as `DescribedLaunch` knows it
+        own = [made for name, made in self._launches.items() if name != "lengths"]
+        assert all(made is not None and made._encode is not None for made in own)
 
     monkeypatch.setattr(rules, "SHORTEST", dict.fromkeys(rules.SHORTEST, 1))
     monkeypatch.setattr(rules, "FEWEST_SCORES", 1)
@@ -123,12 +126,21 @@ def test_alibi_reaches_as_far_as_it_has_weight(
 
 
 def test_no_key_is_skipped_that_has_weight() -> None:
-    """One pair far apart that the bound on scores allows: the longest query and the longest key."""
+    """One far key, whose score is as large as the lengths allow; those of all others are minus it.
+
+    It outweighs even the query's own key. If keys were taken to be no better than zero, all that
+    are farther away than some 900 tokens would be skipped.
+    """
     x = inputs(64, BF16, 1400)
-    x.k[:, :, 3] = 6.0 * x.q[:, :, 1300]
-    x.q[:, :, 1300] *= 6.0
+    along = x.normal(*x.batch, x.heads, 1, 64).sign().to(BF16) * 4.25
+    x.k = (-along).expand(x.q.shape).clone()
+    x.k[:, :, 3] = along[:, :, 0]
+    x.q[:, :, 1300] = along[:, :, 0]
     slopes = torch.full((x.heads,), 0.2, device=CUDA)
-    check(x, x.bias(Alibi(slopes=slopes)), "triton", causal=True)
+    bias = x.bias(Alibi(slopes=slopes))
+    check(x, bias, "triton", causal=True)
+    out = flashbias_attention(x.q, x.k, x.v, bias, causal=True, backend="triton")
+    torch.testing.assert_close(out[:, :, 1300], x.v[:, :, 3], rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("lead", [(3,), (1,), (2, 3), (2, 1), (1, 3)])

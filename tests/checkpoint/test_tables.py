@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from flashbias_convert import RelativeTable, patch_model, save_model
 from flashbias_convert.checkpoint import convert_checkpoint, load_model
 from flashbias_convert.checkpoint.architecture import as_architecture
 from flashbias_convert.checkpoint.build import build_model
-from flashbias_convert.errors import UnknownArchitectureError, UsageError
+from flashbias_convert.errors import CheckpointError, UnknownArchitectureError, UsageError
 from flashbias_convert.options import DecomposeOptions
 from flashbias_convert.swap import patched_modules
 from tests.recipes.parity import randomise
@@ -107,3 +110,40 @@ def test_torchvision_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "torchvision", None)
     with pytest.raises(UnknownArchitectureError, match="needs torchvision"):
         build_model(as_architecture("torchvision:swin_t"))
+
+
+def test_long_tables_of_distances_are_saved_and_loaded(tmp_path: Path) -> None:
+    """Their margin is more than what placeholders have before a file has filled them."""
+    kwargs = {**TIMM_SWIN, "img_size": (2, 512), "depths": [1], "num_heads": [2],
+              "window_size": (1, 256)}  # fmt: skip
+    model = timm.create_model("swin_tiny_patch4_window7_224", **kwargs).eval()
+    randomise(model)
+    images = torch.randn(1, 3, 2, 512)
+    with torch.no_grad():
+        expected = model(images)
+        plan = patch_model(model, method="exact")
+        (site,) = plan.patched
+        assert site.spec["terms"][0]["static"]["by_distance"] == -1
+        torch.testing.assert_close(model(images), expected)
+        save_model(model, tmp_path / "model.safetensors")
+        loaded = load_model(tmp_path / "model.safetensors")
+        assert torch.equal(loaded(images), model(images))
+    (module,) = patched_modules(loaded)
+    (term,) = module.score_bias.bias.terms
+    assert isinstance(term, RelativeTable) and term.by_distance == -1 and term.entries == 511
+
+
+def test_codes_that_do_not_count_distances_are_refused(tmp_path: Path) -> None:
+    kwargs = {**TIMM_SWIN, "img_size": (2, 512), "depths": [1], "num_heads": [2],
+              "window_size": (1, 256)}  # fmt: skip
+    model = timm.create_model("swin_tiny_patch4_window7_224", **kwargs).eval()
+    patch_model(model, method="exact")
+    path = tmp_path / "model.safetensors"
+    save_model(model, path)
+    with safe_open(path, framework="pt") as file:
+        metadata, tensors = file.metadata(), {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118
+    (name,) = (key for key in tensors if key.endswith(".u"))
+    tensors[name] = tensors[name].flip(0)
+    save_file(tensors, path, metadata=metadata)
+    with pytest.raises(CheckpointError, match="do not count distances that way"):
+        load_model(path)

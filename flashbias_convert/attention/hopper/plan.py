@@ -77,6 +77,8 @@ class HopperPlan:
         try:
             with on_device(device):
                 self._run(device, dict(zip(self._names, given, strict=True)), numbers[0])
+        except torch.OutOfMemoryError:
+            raise
         except Exception as problem:
             if len(self._launches) > self._form.reach + self._form.quick:
                 raise  # all is compiled: no fault of a compiler

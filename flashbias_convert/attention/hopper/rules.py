@@ -146,6 +146,7 @@ def _with_tail(form: Form, n: int) -> Form:
 
 def _can_copy(tensors: Mapping[str, Tensor]) -> bool:
     q = tensors["q"]
+    heads = q.shape[-3]
     if any(tensors[name].shape != q.shape for name in ("k", "v", "o")):
         return False
     for name, x in tensors.items():
@@ -156,7 +157,7 @@ def _can_copy(tensors: Mapping[str, Tensor]) -> bool:
             if x.dim() != 2 or x.stride(1) != 1 or x.dtype != torch.float32:
                 return False
         elif name == "slopes":
-            if x.dim() != 1 or x.stride(0) != 1 or x.dtype != torch.float32:
+            if x.shape != (heads,) or not x.is_contiguous() or x.dtype != torch.float32:
                 return False
         elif name == "key_bias":
             if rows_of(x) is None or x.dtype != torch.float32:
