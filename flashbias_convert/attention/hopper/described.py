@@ -31,13 +31,12 @@ class Tiles:
 
     def of(self, tensor: Tensor) -> Any:
         """What the kernel takes. The tensor begins where a card can copy from."""
-        kind = _descriptor()
         if self._common is None:
-            made = kind(tensor, self.shape, self.strides, self.block, self.layout)
+            made = _descriptor()(tensor, self.shape, self.strides, self.block, self.layout)
             self._common = {name: value for name, value in vars(made).items() if name != "base"}
             return made
         # checks that hold for one of this layout hold for all, and take longer than the launch
-        made = object.__new__(kind)
+        made = object.__new__(_descriptor())
         made.__dict__.update(self._common, base=tensor)
         return made
 

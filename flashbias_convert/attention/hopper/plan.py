@@ -23,6 +23,8 @@ from .rules import LOG2E, MARKS, ROWS, give_up, works
 WARPS = 4
 #: tensors that are described to the card as they are
 TILED = frozenset({"q", "k", "v", "o", "phi_q", "phi_k"})
+#: and those of which it gets the address
+POINTERS = ("slopes", "table", "codes_q", "codes_k")
 #: bytes of keys and values that the cache holds beside what goes through it
 CACHED_BYTES = 24 * 2**20
 #: numbers of int32 in whole vectors that a card writes at once, and rows of a program of lengths
@@ -55,14 +57,18 @@ class HopperPlan:
             for name, x in tensors.items()
             if name in TILED
         }
-        table = tensors.get("table")
-        self._table_step = 0 if table is None or len(table) == 1 else table.stride(0)
-        self._bias_steps = (0, 0)
+        bias_steps = (0, 0)
         if "key_bias" in tensors:
             tiles, *steps = key_tiles(tensors["key_bias"], form.keys)
-            self._tiles["key_bias"], self._bias_steps = tiles, (steps[0], steps[1])
+            self._tiles["key_bias"], bias_steps = tiles, (steps[0], steps[1])
         #: numbers before the marks: of lengths
         self._before = -(-2 * self._heads // WHOLE) * WHOLE if form.reach else 0
+        # what calls have in common is worked out once: a call takes the host long enough
+        self._common = self._arguments(tensors, bias_steps)
+        self._described = [(f"{name}_desc", name, tiles) for name, tiles in self._tiles.items()]
+        self._pointers = [(f"{name}_ptr", name) for name in POINTERS if name in tensors]
+        self._constants = {again: self.constants(again) for again in (False, True)}
+        self._of_lengths = self._lengths_arguments(tensors) if form.reach else {}
         self._launches: dict[str, DirectLaunch | None] = {}
 
     def run(
@@ -95,38 +101,43 @@ class HopperPlan:
         if form.reach:
             self._measure(tensors, zeros)
         values = self.arguments(tensors, scale, zeros)
-        self._launch("first", self._works, values | self.constants(again=False))
+        self._launch("first", self._works, values, self._constants[False])
         if form.quick:
-            programs = min(self._works, self._programs)
-            self._launch("again", programs, values | self.constants(again=True))
+            self._launch("again", min(self._works, self._programs), values, self._constants[True])
 
     def arguments(
         self, tensors: Mapping[str, Tensor], scale: float, zeros: Tensor | None
     ) -> dict[str, Any]:
         """Of the kernel, by name, but for the constants of a pass."""
-        form = self._form
-        described = {f"{name}_desc": self._tiles[name].of(tensors[name]) for name in self._tiles}
-        values: dict[str, Any] = {
-            "q_desc": None, "phi_q_desc": None, "k_desc": None, "v_desc": None, "phi_k_desc": None,
-            "key_bias_desc": None, "o_desc": None, "marks_ptr": None,
-            "slopes_ptr": tensors.get("slopes"), "lengths_ptr": None,
-            "table_ptr": tensors.get("table"), "table_step": self._table_step,
-            "codes_q_ptr": tensors.get("codes_q"), "codes_k_ptr": tensors.get("codes_k"),
-            "scale": scale,
-            "to_exp2": LOG2E if form.bias != NO_BIAS else scale * LOG2E, "N": self._n,
-            "H": self._heads, "entries": self._entries, "near": self._near(), "works": self._works,
-            "many_qb": 0, "many_qh": 0, "many_kb": 0, "many_kh": 0,
-            "many_bb": self._bias_steps[0], "many_bh": self._bias_steps[1],
-        }  # fmt: skip
+        form, values = self._form, self._common.copy()
+        for argument, name, tiles in self._described:
+            values[argument] = tiles.of(tensors[name])
+        for argument, name in self._pointers:
+            values[argument] = tensors[name]
+        values["scale"] = scale
+        values["to_exp2"] = LOG2E if form.bias != NO_BIAS else scale * LOG2E
         if zeros is not None and form.quick:
             values["marks_ptr"] = zeros[self._before :] if self._before else zeros
         if zeros is not None and form.reach:
             values["lengths_ptr"] = zeros[: 2 * self._heads].view(torch.float32)
-        if form.columns:
-            many = (*self._tiles["phi_q"].shape[:2], *self._tiles["phi_k"].shape[:2])
-            names = ("many_qb", "many_qh", "many_kb", "many_kh")
-            values |= {name: int(size > 1) for name, size in zip(names, many, strict=True)}
-        return {**values, **described}
+        return values
+
+    def _arguments(self, tensors: Mapping[str, Tensor], steps: tuple[int, int]) -> dict[str, Any]:
+        """All arguments in the kernel's order, of which calls fill in those that are None."""
+        table = tensors.get("table")
+        many = dict.fromkeys(("many_qb", "many_qh", "many_kb", "many_kh"), 0)
+        if self._form.columns:
+            sizes = (*self._tiles["phi_q"].shape[:2], *self._tiles["phi_k"].shape[:2])
+            many = {name: int(size > 1) for name, size in zip(many, sizes, strict=True)}
+        return {
+            "q_desc": None, "phi_q_desc": None, "k_desc": None, "v_desc": None, "phi_k_desc": None,
+            "key_bias_desc": None, "o_desc": None, "marks_ptr": None, "slopes_ptr": None,
+            "lengths_ptr": None, "table_ptr": None,
+            "table_step": 0 if table is None or len(table) == 1 else table.stride(0),
+            "codes_q_ptr": None, "codes_k_ptr": None, "scale": None, "to_exp2": None,
+            "N": self._n, "H": self._heads, "entries": self._entries, "near": self._near(),
+            "works": self._works, **many, "many_bb": steps[0], "many_bh": steps[1],
+        }  # fmt: skip
 
     def constants(self, again: bool) -> dict[str, Any]:
         """Those of a pass, in the kernel's order."""
@@ -143,28 +154,36 @@ class HopperPlan:
         fit = max(1, CACHED_BYTES // (self._n * self._d * 4))
         return -(-self._entries // -(-self._entries // fit))
 
-    def _measure(self, tensors: Mapping[str, Tensor], zeros: Tensor | None) -> None:
-        """The largest lengths of queries and keys, into the first zeros."""
+    def _lengths_arguments(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         q, k = (x if x.dim() == 4 else x[None] for x in (tensors["q"], tensors["k"]))
-        values = {
-            "q_ptr": q, "k_ptr": k, "out_ptr": zeros,
+        return {
+            "q_ptr": None, "k_ptr": None, "out_ptr": None,
             **dict(zip(("q_b", "q_h", "q_n"), q.stride()[:3], strict=True)),
             **dict(zip(("k_b", "k_h", "k_n"), k.stride()[:3], strict=True)),
             "N": self._n, "H": self._heads, "D": self._d, "BLOCK": LENGTHS_BLOCK,
         }  # fmt: skip
+
+    def _measure(self, tensors: Mapping[str, Tensor], zeros: Tensor | None) -> None:
+        """The largest lengths of queries and keys, into the first zeros."""
+        own = {"q_ptr": tensors["q"], "k_ptr": tensors["k"], "out_ptr": zeros}
         programs = -(-self._n // LENGTHS_BLOCK) * self._entries
-        self._launch("lengths", programs, values, _lengths_kernel)
+        self._launch("lengths", programs, self._of_lengths | own, {}, _lengths_kernel)
 
     def _launch(
-        self, name: str, programs: int, values: Mapping[str, Any], kernel: Any = None
+        self,
+        name: str,
+        programs: int,
+        values: Mapping[str, Any],
+        constants: Mapping[str, Any],
+        kernel: Any = None,
     ) -> None:
         known = self._launches.get(name)
         if known is not None:
-            known(programs, values.values())
+            known(programs, [*values.values(), *constants.values()])
             return
         most = self._form.most_registers
         options = {} if kernel is not None or most is None else {"maxnreg": most}
-        made = (kernel or _kernel)()[(programs,)](**values, **options)
+        made = (kernel or _kernel)()[(programs,)](**values, **constants, **options)
         self._launches[name] = described(made)
 
 
