@@ -1,10 +1,10 @@
 """Steps of a math warpgroup over tiles of keys, in Gluon; see `kernel` for the barriers.
 
 `given` is all that stays the same: q and phi_q, the rings of k, v, phi_k and a bias per key, their
-barriers, the scale and what turns scores into exponents of two, `extra` (ALiBi's slope, and where a
-table by distance has that of zero), the first query and
-the length of the sequence. `ring` has slots and phases of k and v, and the phase of the turn; `key`
-is the first key of a tile, W the warpgroup.
+barriers, the scale and what turns scores into exponents of two, `extra` (ALiBi's slope, and the
+place of distance zero in a table by distance), the first query, and the length of the sequence.
+`ring` has slots and phases of k and v, and the phase of the turn; `key` is the first key of a tile,
+W the warpgroup.
 """
 
 # mypy: ignore-errors
