@@ -125,6 +125,13 @@ def test_short_calls_take_two_programs_beside_each_other(card: None) -> None:
     assert made is not None and (made.keys, made.turns) == (128, True)
 
 
+def test_wide_heads_need_half_as_many_scores(card: None) -> None:
+    for d in (64, 128):
+        call = {name: x[:1] for name, x in packed(1500, d, heads=1).items()}
+        assert served(BARE, call) == (d == 128)
+        assert not served(BARE, call, causal=True)
+
+
 def test_a_form_is_one_integer() -> None:
     made = forms.Form(128, 64, causal=True, bias=forms.KEY_BIAS, quick=False, tail=32, again=True)
     found = {name: forms.read(made.code(), name) for name, _, _ in forms.FIELDS}

@@ -37,7 +37,8 @@ SHORTEST = {
     ("key bias", 64): 1500, ("key bias", 128): 512,
     ("distances", 64): 512,
 }  # fmt: skip
-#: fewest scores of a call: with less the host takes longer to describe tensors than the card works
+#: fewest scores of a call that are not hidden, with heads of 64, and half as many with heads of 128:
+#: with less the host takes longer to describe tensors than the card works
 FEWEST_SCORES = 2**28
 #: and of those with tables by distance that have one pass, which ends sooner on the host
 FEWEST_OF_ONE_PASS = 2**24
@@ -92,7 +93,7 @@ def form_of(
         return None
     form = _chosen(kind, Form(d, spec.columns, causal=causal, bias=_bias(kind, spec)), n)
     fewest = FEWEST_SCORES if form.quick else FEWEST_OF_ONE_PASS
-    if n * n * (q.numel() // (n * d)) < fewest * (1 + causal):
+    if n * q.numel() < 64 * fewest * (1 + causal):
         return None
     return form if _can_copy(tensors) and works() and is_there(q.device) else None
 
