@@ -37,8 +37,8 @@ SHORTEST = {
     ("key bias", 64): 1500, ("key bias", 128): 512,
     ("distances", 64): 512,
 }  # fmt: skip
-#: fewest scores of a call that are not hidden, with heads of 64, and half as many with heads of 128:
-#: with less the host takes longer to describe tensors than the card works
+#: fewest scores of a call that are not hidden, at heads of 64; half as many at heads of 128. With
+#: less the host takes longer to describe tensors than the card works.
 FEWEST_SCORES = 2**28
 #: and of those with tables by distance that have one pass, which ends sooner on the host
 FEWEST_OF_ONE_PASS = 2**24
