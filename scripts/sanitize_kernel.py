@@ -8,9 +8,12 @@ The script starts itself under each tool, in several processes, once for each gr
 that no block divides, without gradients ("terms"); cosine attention with a scale for each head,
 with gradients and without ("cosine"); every kind with gradients of its terms, as they are by
 default and with atomics ("trained"); and, on a Hopper, calls of any length for its own kernel
-("hopper"), whose number is told. The file is written after every run; --resume keeps those of as
-many calls on the same card and version of torch that came to their end. Exit code 1 if a tool
-found something or could not run.
+("hopper"), whose number is told. Of the last ones racecheck has fewer and smaller ones, which have
+every form of the kernel; there it reports how Triton hands work to specialised warps, too, which is
+counted as "handed_over" and is no problem (`sanitizer_races.py`). All other hazards are listed in
+whole, each with its call. The file is written after every run; --resume keeps those of as many
+calls on the same card and version of torch that came to their end. Exit code 1 if a tool found
+something or could not run.
 """
 
 from __future__ import annotations
@@ -24,11 +27,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from sanitizer_calls import GROUPS, run
+from sanitizer_calls import GROUPS, calls_of, run
+from sanitizer_races import read
 
 from flashbias_convert.attention.hopper import rules
 
@@ -36,65 +41,129 @@ ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck")
 #: where CUDA's own packages put it, if it is in no path
 USUAL = "/usr/local/cuda/bin/compute-sanitizer"
-#: processes at a time: most of the time goes to compiling
-PARTS = 12
+#: processes at a time: most of the time goes to compiling, and racecheck's to what it notes
+PARTS = {"racecheck": 16}
+USUAL_PARTS = 12
+#: what a tool that has found something exits with
+FOUND = 9
 #: of a part that had no time left
 NOT_DONE = "not done in"
 #: that is kept of what a part has said: the first findings, and the end
 FIRST, LAST = 1500, 700
 
 
-def compute(group: str, part: int) -> None:
-    """Every `PARTS`-th call of a group, each after its name; tells how many there were at last."""
-    own, served = GROUPS[group]()[part::PARTS], 0
+def compute(group: str, tool: str, part: int) -> None:
+    """Every so many-th call of a group, each after its name; tells how many there were at last."""
+    own, served = calls_of(group, tool)[part :: parts_of(tool)], 0
     for call in own:
         print(call, flush=True)
         served += run(call, torch.device("cuda"))
     print(f"calls {len(own)}, by the kernel for Hopper {served}")
 
 
+def parts_of(tool: str) -> int:
+    """Processes at a time."""
+    return PARTS.get(tool, USUAL_PARTS)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a part of a group has come to.
+
+    Attributes:
+        said: what it, and the tool, have printed.
+        code: that it has exited with; None: its time was over.
+    """
+
+    said: str
+    code: int | None
+
+    def counts(self) -> tuple[int, int] | None:
+        """Calls, and those that the kernel for Hopper served; None: it did not come to its end."""
+        end = re.search(r"^calls (\d+), by .* (\d+)$", self.said, re.MULTILINE)
+        return (int(end[1]), int(end[2])) if end else None
+
+    def summary(self) -> str | None:
+        """The tool's."""
+        found = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", self.said)
+        return found[1] if found else None
+
+
 def under(tool: str, sanitizer: str, group: str, timeout: float) -> dict[str, Any]:
     """Run all parts of a group under a tool, at the same time; returns what it found."""
-    started, calls = time.perf_counter(), len(GROUPS[group]())
-    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, __file__]
-    command += ["--only", group]
-    # torch's allocator would hide reads beyond the end of a tensor
-    own = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    running = [
-        subprocess.Popen([*command, "--part", str(part)], stdout=subprocess.PIPE,
-                         stderr=subprocess.STDOUT, text=True, env=own, start_new_session=True)
-        for part in range(min(PARTS, calls))
-    ]  # fmt: skip
-    said = []
-    for process in running:
-        try:
-            left = max(1.0, timeout - (time.perf_counter() - started))
-            said.append(process.communicate(timeout=left)[0])
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # the tool, and what it runs
-            said.append(f"{NOT_DONE} {timeout:.0f} s, it had said:\n{_rest(process)}")
-    found = [re.search(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", text) for text in said]
-    done = [re.search(r"^calls (\d+), by .* (\d+)$", text, re.MULTILINE) for text in said]
-    broken = [
-        _short(text)
-        for process, text, end, summary in zip(running, said, done, found, strict=True)
-        # hazards that are only warnings leave the exit code as it is
-        if process.returncode != 0 or end is None or not (summary and summary[1].startswith("0 "))
-    ]
-    served = sum(int(end.group(2)) for end in done if end)
+    started, calls = time.perf_counter(), len(calls_of(group, tool))
+    ended = _run_parts(tool, sanitizer, group, min(parts_of(tool), calls), timeout)
+    judge = _races if tool == "racecheck" else _errors
+    broken = [problem for part in ended for problem in judge(part, timeout)]
+    counts = [part.counts() or (0, 0) for part in ended]
+    made, served = (sum(column) for column in zip(*counts, strict=True))
+    if made != calls and not broken:
+        broken.append(f"{made} of {calls} calls were made")
     if group == "hopper" and not served:
         broken.append("the kernel for Hopper served none of the calls")
+    races = {"handed_over": sum(read(part.said).handed_over for part in ended)}
     return {
         "tool": tool,
         "group": group,
         "clean": not broken,
-        "summaries": sorted({summary.group(1) for summary in found if summary}),
-        "calls": sum(int(end.group(1)) for end in done if end),
+        "summaries": sorted({part.summary() for part in ended} - {None}),
+        **(races if tool == "racecheck" else {}),
+        "calls": made,
         "of": calls,
         "by_hopper": served,
         "seconds": round(time.perf_counter() - started, 1),
         "problems": broken,
     }
+
+
+def _run_parts(tool: str, sanitizer: str, group: str, parts: int, timeout: float) -> list[Part]:
+    started = time.perf_counter()
+    command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND)]
+    if tool == "racecheck":
+        command += ["--print-limit", "0"]  # a hazard that is not told might be any
+    command += [sys.executable, __file__, "--tools", tool, "--only", group]
+    # torch's allocator would hide reads beyond the end of a tensor
+    own = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    running = [
+        subprocess.Popen([*command, "--part", str(part)], stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT, text=True, env=own, start_new_session=True)
+        for part in range(parts)
+    ]  # fmt: skip
+    ended = []
+    for process in running:
+        try:
+            left = max(1.0, timeout - (time.perf_counter() - started))
+            ended.append(Part(process.communicate(timeout=left)[0], process.returncode))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the tool, and what it runs
+            ended.append(Part(_rest(process), None))
+    return ended
+
+
+def _errors(part: Part, timeout: float) -> list[str]:
+    """All that a part has said, shortened, if there is a problem."""
+    if part.code is None:
+        return [_short(f"{NOT_DONE} {timeout:.0f} s, it had said:\n{part.said}")]
+    summary = part.summary()
+    if part.code != 0 or part.counts() is None or not (summary and summary.startswith("0 ")):
+        return [_short(part.said)]
+    return []
+
+
+def _races(part: Part, timeout: float) -> list[str]:
+    """Every hazard but those of work that is handed over, and all else that is a problem."""
+    log = read(part.said)
+    found = log.problems()
+    if part.code is None:
+        return [f"{NOT_DONE} {timeout:.0f} s, the last call was {log.last}", *found]
+    if part.counts() is None:
+        found.append("\n".join(["ended early, it had said:", log.last, *log.said]))
+    if not log.summaries:
+        found.append(f"no summary, the last call was {log.last}")
+    # hazards that are only warnings leave the exit code as it is
+    if part.code not in ((0, FOUND) if log.hazards else (0,)):
+        found.append(f"exit code {part.code}, the last call was {log.last}")
+    return found
 
 
 def _rest(process: subprocess.Popen[str]) -> str:
@@ -127,7 +196,7 @@ def kept(file: Path, where: dict[str, str]) -> list[dict[str, Any]]:
         return []
     return [
         row for row in known["runs"]
-        if row.get("group") in GROUPS and row["of"] == len(GROUPS[row["group"]]())
+        if row.get("group") in GROUPS and row["of"] == len(calls_of(row["group"], row["tool"]))
         and not any(x.startswith(NOT_DONE) for x in row["problems"])
     ]  # fmt: skip
 
@@ -167,8 +236,8 @@ def main() -> int:
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part is not None:
-        (group,) = options.only
-        compute(group, options.part)
+        (group,), (tool,) = options.only, options.tools
+        compute(group, tool, options.part)
         return 0
     sanitizer = shutil.which("compute-sanitizer") or (USUAL if Path(USUAL).exists() else None)
     if sanitizer is None:
