@@ -326,7 +326,7 @@ class PatchedAttention(Composed):
         return state
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        self.score_bias.just_loaded = False
+        self.score_bias.just_loaded = self.score_bias.partly_loaded = False
         super()._load_from_state_dict(*args)
 
     def _copied_state(self) -> dict[str, Any]:
@@ -342,11 +342,14 @@ def seal_if_loaded(module: nn.Module, _: Any) -> None:
     """Load hook of patched modules: weights that came with their terms are fresh.
 
     Unless they were stale when they were saved, or the terms say that they were made from others:
-    who updates ``model.state_dict()`` and loads that brings old terms along.
+    who updates ``model.state_dict()`` and loads that brings old terms along. Where only some of
+    them came, the module waits for the others.
     """
     assert isinstance(module, PatchedAttention)
     terms = module.score_bias
-    if terms.just_loaded and terms.restore_layout():
+    if terms.partly_loaded:
+        module.await_load()
+    elif terms.just_loaded and terms.restore_layout():
         module._seal = BROKEN
         terms.awaits_load = False
     elif terms.just_loaded or module._seal.unmatched:  # weights and terms in either order

@@ -30,8 +30,13 @@ class SavedTerms(nn.Module):
     def __init__(self, spec: Mapping[str, Any], device: torch.device) -> None:
         super().__init__()
         self._spec = dict(spec)
-        #: whether the terms came with the last state dict; set here, cleared by the owner
-        self.just_loaded = False
+        #: whether the last state dict had the terms, or what lacked of them, and whether some still
+        #: lack; set here, cleared by the owner
+        self.just_loaded = self.partly_loaded = False
+        #: names that came with earlier state dicts, of terms that are split over several
+        self._came: set[str] = set()
+        #: whether all came but what they were made from
+        self._lacks_rows = False
         #: whether it came with them what they were made from
         self.rows_loaded = False
         self._rows: tuple[Row, ...] = ()
@@ -40,6 +45,10 @@ class SavedTerms(nn.Module):
         self.register_buffer("layout", codes)
         none = torch.zeros(0, COLUMNS, dtype=torch.int64, device=device)
         self.register_buffer("made_from", none)
+
+    def learns(self) -> bool:
+        """Whether the terms are parameters."""
+        raise NotImplementedError
 
     def _forget(self) -> None:
         """Drop everything that was derived from the tensors."""
@@ -117,6 +126,30 @@ class SavedTerms(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
         if any(other.startswith(prefix) for other in state_dict):
             self._forget()
-            self.just_loaded, self.rows_loaded = True, rows is not None
+            self._note(state_dict, prefix)
             if rows is None and key in missing:  # files of earlier releases
                 missing.remove(key)
+
+    def _note(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        """Whether all terms are there; what only some of them were made from vouches for none.
+
+        A site may be split over the state dicts of shards, which come one after the other. Of
+        terms that are trained some may come by themselves.
+        """
+        own = {name: _shape(held) for name, held in self.state_dict(keep_vars=True).items()}
+        found = {name: _shape(state_dict.get(prefix + name)) for name in own}
+        came = {name for name, shape in found.items() if shape == own[name]}
+        came -= {"made_from"}
+        rows = found["made_from"] is not None
+        self._came |= came
+        whole = own.keys() - {"made_from"} <= self._came or (self.learns() and not rows)
+        if whole or (rows and not came and self._lacks_rows):
+            self.just_loaded, self.rows_loaded = True, rows or "made_from" in self._came
+            self._came, self._lacks_rows = set(), not self.rows_loaded
+        else:
+            self.partly_loaded = True
+            self._came |= {"made_from"} if rows else set()
+
+
+def _shape(held: Any) -> torch.Size | None:
+    return getattr(held, "shape", None)

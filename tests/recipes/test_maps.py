@@ -34,3 +34,14 @@ def test_tokens_are_rows(case: Case, layout: torch.memory_format) -> None:
             module.register_forward_pre_hook(look)
     case.output(model, x)
     assert steps and set(steps) == {1}
+
+
+@pytest.mark.parametrize("case", CASES[:5], ids=str)
+def test_transforms_of_torch_go_through(case: Case) -> None:
+    """`vmap` does not know maps with channels last."""
+    model, x = case.model(), case.inputs()
+    model.eval()  # not all of them give themselves back
+    case.patch(model)
+    with torch.no_grad():
+        found = torch.func.vmap(lambda one: case.output(model, one[None])[0])(x)
+        torch.testing.assert_close(found, case.output(model, x), rtol=1e-3, atol=1e-3)
