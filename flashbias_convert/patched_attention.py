@@ -304,6 +304,7 @@ class PatchedAttention(Composed):
         stale, was_meta = self.look(), self.score_bias.layout.is_meta
         moved = super()._apply(fn, recurse)
         if self.score_bias.is_empty(was_meta):
+            self.score_bias.forget_loads()
             self.await_load()
         elif not stale:  # a move or a cast changes tensors, but not what they say
             self.seal()
@@ -325,9 +326,12 @@ class PatchedAttention(Composed):
             state[key] = torch.zeros_like(state[key])
         return state
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        self.score_bias.just_loaded = self.score_bias.partly_loaded = False
-        super()._load_from_state_dict(*args)
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        terms = self.score_bias
+        terms.just_loaded = terms.partly_loaded = False
+        own = (name for name, _ in self.named_parameters() if not name.startswith("score_bias."))
+        terms.note_weights(name for name in own if prefix + name in state_dict)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _copied_state(self) -> dict[str, Any]:
         return {**self.__dict__, "_seal": self._stale_seal()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,29 +26,32 @@ class SavedTerms(nn.Module):
 
     layout: Tensor
     made_from: Tensor
+    #: whether the terms are, or were, parameters, and whether they are placeholders
+    trained = False
+    awaits_load = False
+
+    # of the class, for pickles of earlier releases
+    #: whether the last state dict had the terms, or what lacked of them, and whether some still
+    #: lack; set here, cleared by the owner
+    just_loaded = partly_loaded = False
+    #: whether it came with them what they were made from
+    rows_loaded = False
+    #: names of terms, and of the owner's weights, that came with the last state dicts: those of a
+    #: site that is split over shards
+    _came: frozenset[str] = frozenset()
+    _weights: frozenset[str] = frozenset()
+    #: whether all terms came but what they were made from
+    _lacks_rows = False
 
     def __init__(self, spec: Mapping[str, Any], device: torch.device) -> None:
         super().__init__()
         self._spec = dict(spec)
-        #: whether the last state dict had the terms, or what lacked of them, and whether some still
-        #: lack; set here, cleared by the owner
-        self.just_loaded = self.partly_loaded = False
-        #: names that came with earlier state dicts, of terms that are split over several
-        self._came: set[str] = set()
-        #: whether all came but what they were made from
-        self._lacks_rows = False
-        #: whether it came with them what they were made from
-        self.rows_loaded = False
         self._rows: tuple[Row, ...] = ()
         text = ScoreBias.layout(self._spec).encode()
         codes = torch.tensor(list(text), dtype=torch.uint8, device=device)
         self.register_buffer("layout", codes)
         none = torch.zeros(0, COLUMNS, dtype=torch.int64, device=device)
         self.register_buffer("made_from", none)
-
-    def learns(self) -> bool:
-        """Whether the terms are parameters."""
-        raise NotImplementedError
 
     def _forget(self) -> None:
         """Drop everything that was derived from the tensors."""
@@ -130,6 +133,20 @@ class SavedTerms(nn.Module):
             if rows is None and key in missing:  # files of earlier releases
                 missing.remove(key)
 
+    def note_weights(self, names: Iterable[str]) -> None:
+        """What weights of the owner are in a state dict; told before it is loaded.
+
+        Weights that come again are those of another load, and end what came in part before.
+        """
+        found = frozenset(names)
+        if found & self._weights:
+            self.forget_loads()
+        self._weights |= found
+
+    def forget_loads(self) -> None:
+        """Nothing that came before has to do with what comes."""
+        self._came, self._weights, self._lacks_rows = frozenset(), frozenset(), False
+
     def _note(self, state_dict: Mapping[str, Any], prefix: str) -> None:
         """Whether all terms are there; what only some of them were made from vouches for none.
 
@@ -138,14 +155,15 @@ class SavedTerms(nn.Module):
         """
         own = {name: _shape(held) for name, held in self.state_dict(keep_vars=True).items()}
         found = {name: _shape(state_dict.get(prefix + name)) for name in own}
-        came = {name for name, shape in found.items() if shape == own[name]}
-        came -= {"made_from"}
         rows = found["made_from"] is not None
+        came = {name for name, shape in found.items() if shape == own[name]} - {"made_from"}
         self._came |= came
-        whole = own.keys() - {"made_from"} <= self._came or (self.learns() and not rows)
-        if whole or (rows and not came and self._lacks_rows):
+        whole = own.keys() - {"made_from"} <= self._came
+        alone = self.trained and not rows and not self.awaits_load
+        if whole or alone or (rows and not came and self._lacks_rows):
             self.just_loaded, self.rows_loaded = True, rows or "made_from" in self._came
-            self._came, self._lacks_rows = set(), not self.rows_loaded
+            if not alone or whole:
+                self._came, self._lacks_rows = frozenset(), not self.rows_loaded
         else:
             self.partly_loaded = True
             self._came |= {"made_from"} if rows else set()

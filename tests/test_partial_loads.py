@@ -103,3 +103,82 @@ def test_trained_terms_may_come_by_themselves() -> None:
     assert not torch.equal(run(model), run(donor))
     model.load_state_dict(trained, strict=False)
     assert torch.equal(run(model), run(donor))
+
+
+def floats(state: State) -> State:
+    """What of trained terms are parameters."""
+    names = ("layout", "made_from")
+    return {k: t for k, t in state.items() if ".score_bias." in k and not k.endswith(names)}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_trained_terms_may_be_split_too(order: tuple[int, ...]) -> None:
+    donor, model = undropped(), undropped()
+    for each in (donor, model):
+        patch(each, method="svd", train="terms")
+    with torch.no_grad():
+        for name in floats(donor.state_dict()):
+            donor.get_parameter(name).mul_(1.5)
+    state = donor.state_dict()
+    assert not torch.equal(run(model), run(donor))
+    shards = [floats(state), {k: t for k, t in state.items() if k not in floats(state)}]
+    for i in order:
+        model.load_state_dict(shards[i], strict=False)
+    assert torch.equal(run(model), run(donor))
+
+
+def test_placeholders_of_trained_terms_wait_for_all() -> None:
+    donor = undropped()
+    plan = patch(donor, method="svd", train="terms")
+    model = undropped()
+    apply_plan(model, plan, recipes=[TOY], backend="sdpa", empty=True, train="terms")
+    some = {k: t for k, t in floats(donor.state_dict()).items() if k.endswith("phi_q")}
+    assert some
+    model.load_state_dict(some, strict=False)
+    with pytest.raises(StaleTermsError, match=WAITS):
+        run(model)
+
+
+def test_terms_stay_behind_when_weights_come_again() -> None:
+    """Two loads are no shards of one: their weights have the same names."""
+    first, second = patched_model(1).state_dict(), patched_model(2).state_dict()
+    rest = without(second, lambda key: key in terms_of(second))
+    for lost in ("made_from", "layout"):
+        model = patched_model(0)
+        model.load_state_dict(
+            without(first, lambda key, lost=lost: key.endswith(lost)), strict=False
+        )  # type: ignore[misc]
+        model.load_state_dict(rest, strict=False)
+        with pytest.raises(StaleTermsError, match=WAITS):
+            run(model)
+    # weights, and what others were made from, one after the other
+    model = patched_model(0)
+    model.load_state_dict(without(first, lambda key: key.endswith("made_from")), strict=False)
+    model.load_state_dict({k: t for k, t in rest.items() if ".score_bias." not in k}, strict=False)
+    rows = {k: t for k, t in rest.items() if k.endswith("made_from")}
+    model.load_state_dict(rows, strict=False)
+    with pytest.raises(StaleTermsError, match=WAITS):
+        run(model)
+
+
+def test_memory_that_was_given_up_forgets_what_came() -> None:
+    donor = patched_model(1)
+    state = donor.state_dict()
+    names = terms_of(state)
+    model = patched_model(0)
+    model.load_state_dict(without(state, lambda key: key in names), strict=False)
+    model.to("meta").to_empty(device="cpu")
+    model.load_state_dict({key: state[key] for key in names}, strict=False)
+    with pytest.raises(StaleTermsError, match=WAITS):
+        run(model)
+    model.load_state_dict(state)
+    assert torch.equal(run(model), run(donor))
+
+
+def test_models_that_earlier_releases_pickled_are_loaded_into() -> None:
+    model, donor = patched_model(0), patched_model(1)
+    for module in model.modules():
+        for name in ("_came", "_weights", "_lacks_rows", "partly_loaded"):
+            module.__dict__.pop(name, None)
+    model.load_state_dict(donor.state_dict())
+    assert torch.equal(run(model), run(donor))
