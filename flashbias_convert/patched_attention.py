@@ -353,6 +353,7 @@ def seal_if_loaded(module: nn.Module, _: Any) -> None:
     terms = module.score_bias
     if terms.partly_loaded:
         module.await_load()
+        terms.check_part()
     elif terms.just_loaded and terms.restore_layout():
         module._seal = BROKEN
         terms.awaits_load = False

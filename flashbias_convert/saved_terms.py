@@ -143,6 +143,11 @@ class SavedTerms(nn.Module):
             self.forget_loads()
         self._weights |= found
 
+    def check_part(self) -> None:
+        """Raise ValueError where the layout of terms that came in part is that of others."""
+        if "layout" in self._came and not self.layout.is_meta and bool(self.layout.any()):
+            self.check_layout()
+
     def forget_loads(self) -> None:
         """Nothing that came before has to do with what comes."""
         self._came, self._weights, self._lacks_rows = frozenset(), frozenset(), False
