@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,6 +58,26 @@ def test_memory_stays_below_the_largest_shard(
     record_property("abuse:shards in memory:at most 1.2 of the largest", 1)
 
 
+def decomposed(
+    folder: Path, source: Path, method: str, sizes: dict[str, Any], largest: int
+) -> tuple[list[int], dict[str, int]]:
+    """Bytes that conversions of a Swin took more than before, and what became of its sites."""
+    warnings.simplefilter("ignore")
+    options = DecomposeOptions(method=method, force_all=True)  # type: ignore[arg-type]
+    chosen: dict[str, Any] = {"arch": f"timm:{NAME}", "options": options}
+    convert_checkpoint(swin(folder / "warm"), **{**chosen, "arch_args": ARGS})
+    used: list[int] = []
+    for attempt in "abcdef":  # what an allocator holds back only adds
+        allocator.give_back()
+        before = forget_high_water()
+        done = convert_checkpoint(source, folder / attempt, arch_args=sizes, **chosen)
+        used.append(high_water() - before)
+        shutil.rmtree(folder / attempt)
+        if used[-1] <= 1.2 * largest:
+            break
+    return used, done.plan.counts()
+
+
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux counts memory")
 @pytest.mark.parametrize("method", ["exact", "svd"])
 def test_memory_of_decompositions_stays_below_it_too(tmp_path: Path, method: str) -> None:
@@ -66,21 +89,12 @@ def test_memory_of_decompositions_stays_below_it_too(tmp_path: Path, method: str
     source = write_shards(tmp_path / "m", model.state_dict(), "safetensors", 4)
     del model
     largest = max(p.stat().st_size for p in source.iterdir())
-    options = DecomposeOptions(method=method, force_all=True)  # type: ignore[arg-type]
-    chosen: dict[str, Any] = {"arch": f"timm:{NAME}", "options": options}
-    convert_checkpoint(swin(tmp_path / "warm"), **{**chosen, "arch_args": ARGS})
-    used = []
-    for attempt in "abcdef":  # what an allocator holds back only adds
-        allocator.give_back()
-        before = forget_high_water()
-        done = convert_checkpoint(source, tmp_path / attempt, arch_args=sizes, **chosen)
-        used.append(high_water() - before)
-        shutil.rmtree(tmp_path / attempt)
-        if used[-1] <= 1.2 * largest:
-            break
+    # in a process of its own: what other tests have left in this one's memory adds
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        used, counts = pool.submit(decomposed, tmp_path, source, method, sizes, largest).result()
     assert min(used) <= 1.2 * largest, used
     # all heads of one site at once in float64, in the copies that a comparison takes, are more
-    assert done.plan.counts() == {"patched": 4} and 1.2 * largest < 8 * 16 * 256**2 * 5
+    assert counts == {"patched": 4} and 1.2 * largest < 8 * 16 * 256**2 * 5
 
 
 def write_xlnet(folder: Path, shards: int, **sizes: int) -> Path:
