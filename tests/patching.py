@@ -9,13 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from flashbias_convert import Plan, patch_model
-from tests.toy import TOY, make_input
+from tests.toy import TOY, ToyModel, make_input, make_model
 
 ATTN = ["blocks.0.attn", "blocks.1.attn", "blocks.2.attn"]
 
 
 def patch(model: nn.Module, **options: Any) -> Plan:
     return patch_model(model, **{"recipes": [TOY], "method": "exact", "backend": "sdpa", **options})
+
+
+def patched_model(seed: int = 0, **options: Any) -> ToyModel:
+    """A toy model, patched."""
+    model = make_model(seed=seed)
+    patch(model, **options)
+    return model
 
 
 @torch.no_grad()

@@ -20,17 +20,11 @@ from flashbias_convert.checkpoint import convert_checkpoint
 from flashbias_convert.errors import CheckpointError
 from flashbias_convert.patching import apply_plan
 from flashbias_convert.seals import COLUMNS, NO_ROW, rows_of, saved_rows, values_of, vouches
-from tests.patching import patch, run
-from tests.toy import TOY, ToyModel, make_model
+from tests.patching import patch, patched_model, run
+from tests.toy import TOY, make_model
 
 State = dict[str, Tensor]
 OTHERS = "made from other weights"
-
-
-def patched_model(seed: int = 0, **options: Any) -> ToyModel:
-    model = make_model(seed=seed)
-    patch(model, **options)
-    return model
 
 
 def weights(seed: int) -> State:

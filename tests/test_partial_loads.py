@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,18 +10,12 @@ from torch import Tensor
 
 from flashbias_convert import StaleTermsError
 from flashbias_convert.patching import apply_plan
-from tests.patching import patch, run
-from tests.toy import TOY, ToyModel, make_model
+from tests.patching import patch, patched_model, run
+from tests.toy import TOY, make_model
 from tests.training.models import undropped
 
 State = dict[str, Tensor]
 WAITS = "have not been loaded yet"
-
-
-def patched_model(seed: int = 0, **options: Any) -> ToyModel:
-    model = make_model(seed=seed)
-    patch(model, **options)
-    return model
 
 
 def terms_of(state: State) -> list[str]:

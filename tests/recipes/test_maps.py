@@ -1,8 +1,7 @@
 """Attention over maps (B, C, H, W): tokens come to the kernel as rows, however maps are laid out.
 
 A compiler hands an operator what it gets in eager mode. Where it computes convolutions with their
-channels last, tokens that are columns would be turned around before each call: EfficientViT,
-compiled, took 21.5 ms on an H200, and 14.2 ms as it was.
+channels last, tokens that are columns would be turned around before each call.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def test_what_is_to_be_computed_again_is_far_above_the_first_tile() -> None:
         level = scores[..., :KEYS].amax(-1).clamp(min=-20)
         assert ((scores.amax(-1) - level) / math.log(2) > 60).all(), call
     # more blocks than an H200 has multiprocessors, so that programs have several
-    assert max(-(-call.n // rules.BLOCK_M) * call.batch * 2 for call in calls) > 132
+    assert max(-(-call.n // (2 * rules.ROWS)) * call.batch * 2 for call in calls) > 132
 
 
 class _Found(Exception):
@@ -220,7 +220,7 @@ def test_racecheck_has_smaller_calls_of_every_form(
     assert max(call.batch for call in fewer) == 2
     assert forms(fewer, monkeypatch) == forms(all_calls, monkeypatch)
     late = [call for call in fewer if call.bias.startswith("late")]
-    assert all(-(-call.n // rules.BLOCK_M) * 2 > call.multiprocessors > 0 for call in late)
+    assert all(-(-call.n // (2 * rules.ROWS)) * 2 > call.multiprocessors > 0 for call in late)
     assert calls_of("terms", "racecheck") == GROUPS["terms"]()
 
 

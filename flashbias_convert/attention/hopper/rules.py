@@ -53,8 +53,8 @@ BESIDE_COLUMNS = 64
 QUICK_DISTANCES_FROM = 1024
 #: with fewer tokens looking for keys without weight costs more than they do
 REACH_FROM = 2048
-#: queries of a warpgroup, and most of a program, which has one or two
-ROWS, BLOCK_M = 64, 128
+#: queries of a warpgroup, of which a program has one or two
+ROWS = 64
 #: most blocks of queries that a multiprocessor may have to look at in the second pass
 MARKS = 2048
 LOG2E = math.log2(math.e)
