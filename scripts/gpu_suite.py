@@ -26,10 +26,10 @@ LONGEST = 20_000  # characters that are printed of tracebacks
 
 
 def digest(folder: Path) -> str:
-    """Of all sources in a folder: says whether a result is that of the code one looks at."""
+    """Of all sources below a folder: says whether a result is that of the code one looks at."""
     found = hashlib.sha256()
-    for file in sorted(folder.glob("*.py")):
-        found.update(file.name.encode() + file.read_bytes())
+    for file in sorted(folder.rglob("*.py")):
+        found.update(str(file.relative_to(folder)).encode() + file.read_bytes())
     return found.hexdigest()[:16]
 
 
