@@ -186,7 +186,7 @@ def _row_sums(tensors: dict[str, Tensor]) -> None:
         delta_kernel, programs,
         (walks["q"], walks["do"], walks["delta"], shares.entries, heads, n),
         {"DV": dv, "BLOCK_DV": padded(dv), "ROWS": rows},
-        layout=call.layout, numbers=tuple(shares.entries),
+        layout=call.layout, numbers=tuple(shares.entries), rounds_products=True,
     )  # fmt: skip
 
 

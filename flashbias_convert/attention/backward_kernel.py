@@ -25,6 +25,7 @@ def run_kernel(
     *,
     layout: int,
     numbers: tuple[Any, ...],
+    rounds_products: bool = False,
 ) -> None:
     """Launch on the current device.
 
@@ -38,10 +39,15 @@ def run_kernel(
         layout: see `known_layouts.layout_number`.
         numbers: every integer of `arguments` that the layout does not imply, and which of the
             optional arguments are there.
+        rounds_products: round every product before it is added to something. Else lanes that add
+            the same two numbers may find sums that differ in their last bit: each has one of
+            them as a product of its own, which it does not round, and gets the other one rounded.
     """
     if not programs:
         return
-    options = {} if settings is None else settings.options()
+    options: dict[str, Any] = {} if settings is None else settings.options()
+    if rounds_products:
+        options["enable_fp_fusion"] = False
     key = (kernel, layout, numbers, *constants.values(), *options.values())
     compiled = _COMPILED.get(key)
     if compiled is not None:

@@ -121,6 +121,10 @@ class Compiled:
             for body in self._loops(folder)
         ]
 
+    def counted(self, folder: Path, *words: str) -> int:
+        """Instructions that have one of some words in them. Needs nvdisasm; writes to `folder`."""
+        return _count(self._listing(folder), *words)
+
     def unwritten_registers(self, folder: Path) -> list[str]:
         """Instructions that read what the assembler has forgotten to write; see `sass`."""
         return unwritten_registers(self._listing(folder))

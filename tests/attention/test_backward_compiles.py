@@ -158,6 +158,19 @@ def test_backward_kernels_compile(name: str, tmp_path: Path) -> None:
             assert "mma" in each.ptx
 
 
+@pytest.mark.skipif(not NVDISASM.exists(), reason="needs nvdisasm")
+@pytest.mark.parametrize("d", [16, 24, 32])
+def test_lanes_agree_on_the_sum_of_a_row(d: int, tmp_path: Path) -> None:
+    """All lanes of a row store its sum at one place, so they must have the same bits.
+
+    With one column a lane (24 are read one by one), products that are not rounded before they are
+    added would make a sum that is the lane's own.
+    """
+    (delta,) = [c for c in Variant(FP32, 256, d).compile() if c.name == "delta_kernel"]
+    assert delta.counted(tmp_path, "SHFL.BFLY") and delta.counted(tmp_path, "FMUL")
+    assert delta.counted(tmp_path, "FFMA") == 0
+
+
 def test_settings_can_be_forced() -> None:
     settings = LaunchSettings(32, 64, 4, 1)
     assert settings != backward_settings("keys", rows=64, d=32, dv=32, columns=0, half=True)

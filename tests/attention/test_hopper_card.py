@@ -132,7 +132,7 @@ def test_no_key_is_skipped_that_has_weight() -> None:
     are farther away than some 900 tokens would be skipped.
     """
     x = inputs(64, BF16, 1400)
-    along = x.normal(*x.batch, x.heads, 1, 64).sign().to(BF16) * 4.25
+    along = x.normal(*x.k.shape[:2], 1, 64).sign().to(BF16) * 4.25
     x.k = (-along).expand(x.q.shape).clone()
     x.k[:, :, 3] = along[:, :, 0]
     x.q[:, :, 1300] = along[:, :, 0]
