@@ -9,7 +9,7 @@ nobody takes it for one that is additive or boolean.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -116,6 +116,7 @@ def attend_causal(
     start: int | Tensor,
     builder: str | None = None,
     inputs: Mapping[str, Any] | None = None,
+    own: Sequence[str] = (),
     built: Mapping[str, dict[str, Any]] | None = None,
     **kwargs: Any,
 ) -> Tensor:
@@ -131,6 +132,8 @@ def attend_causal(
         builder: makes the bias from the places (B, M) of the keys, 0 for padding, where it follows
             the padding.
         inputs: what else the builder takes.
+        own: names of tensors of the site's only term that it takes, too. They are looked up where
+            there is padding alone: compiled code checks in every call what it has looked at.
         built: inputs of builders that do not follow the padding, by their names.
         **kwargs: keyword arguments of `flashbias_attention`.
 
@@ -146,11 +149,22 @@ def attend_causal(
     if keys.shape[-1] == 0:
         return score_bias(q, k, v, built=built, **call)
     places = _fit(keys, start, n, m)
-    padded = {} if builder is None else {builder: {"places": places, **(inputs or {})}}
+    padded = {}
+    if builder is not None:
+        found = _tensors_of_term(score_bias, own)
+        padded = {builder: {"places": places, **found, **(inputs or {})}}
     out: Tensor = score_bias(
         q, k, v, built={**(built or {}), **padded}, key_mask=_visible(places), **call
     )
     return out
+
+
+def _tensors_of_term(score_bias: ScoreBiasModule, names: Sequence[str]) -> dict[str, Tensor]:
+    """Tensors of the only term, by their names; nothing is looked up for none."""
+    if not names:
+        return {}
+    (term,) = score_bias.bias.terms
+    return {name: getattr(term, name) for name in names}
 
 
 def attend_padded(

@@ -24,6 +24,9 @@ class Composed(nn.Module):
 
     original_class: ClassVar[type[nn.Module]]
     recipe_class: ClassVar[type[nn.Module]]
+    #: names of the children that instances have, with spaces between, under "all": a string in a
+    #: dictionary is what compiled code checks fastest
+    child_names: ClassVar[dict[str, str]]
 
     @classmethod
     def children_to_read(cls) -> Sequence[str] | None:
@@ -32,6 +35,15 @@ class Composed(nn.Module):
         Where a wrapper keeps weights on disk they are loaded before the forward runs.
         """
         return None
+
+    @classmethod
+    def composed_methods(cls) -> dict[str, Callable[..., Any]]:
+        """Methods that each composed class has of its own, by name.
+
+        Of one that it inherits, and of an attribute of a parent, compiled code asks in every call,
+        for every layer, whether a class in front of that has come to hide it.
+        """
+        return {}
 
     def original_forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module computed before it was patched."""
@@ -52,10 +64,21 @@ class Composed(nn.Module):
     def _copied_state(self) -> dict[str, Any]:
         return self.__dict__
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.note_children()
+
+    def note_children(self) -> None:
+        """Add the names of its children to those of the class; whoever patches it calls this."""
+        known = self.child_names["all"].split()
+        new = [name for name in self._modules if name not in known]
+        self.child_names["all"] = " ".join([*known, *new])
+
 
 def compose(recipe_class: type[Composed], original_class: type[nn.Module]) -> type[Any]:
     """The class of a patched module: `recipe_class` in front of `original_class`, made once."""
     if (recipe_class, original_class) not in _COMPOSED:
+        names = {"all": ""}
         _COMPOSED[recipe_class, original_class] = type(
             _name(original_class),
             (recipe_class, original_class),
@@ -65,7 +88,9 @@ def compose(recipe_class: type[Composed], original_class: type[nn.Module]) -> ty
                 "__qualname__": original_class.__qualname__,
                 "recipe_class": recipe_class,
                 "original_class": original_class,
-                "forward": _named_arguments(recipe_class.forward, original_class.forward),
+                **recipe_class.composed_methods(),
+                "child_names": names,
+                "forward": _named_arguments(recipe_class.forward, original_class.forward, names),
             },
         )
     return _COMPOSED[recipe_class, original_class]
@@ -78,7 +103,7 @@ def _name(original_class: type[nn.Module]) -> str:
 
 
 def _named_arguments(
-    forward: Callable[..., Any], original: Callable[..., Any]
+    forward: Callable[..., Any], original: Callable[..., Any], names: dict[str, str]
 ) -> Callable[..., Any]:
     """`forward` with the signature of `original`, and with the weights that it reads at hand.
 
@@ -91,7 +116,7 @@ def _named_arguments(
         for value in given:  # torch.fx makes one of all arguments of a whole model
             if isinstance(value, fx.Proxy):
                 return _as_one_node(self, value.tracer, args, kwargs)
-        if not is_hooked(self):
+        if not is_hooked(self, names):
             return forward(self, *args, **kwargs)
         # the hooks of children load their weights when they are called; it may read them before
         with at_hand(children_read(self, self.children_to_read())):

@@ -13,6 +13,7 @@ from .attention import SLACK, PreparedBias, bias_bound, flashbias_attention
 from .attention.backends import BACKENDS
 from .attention.bounds import LARGEST_BOUND
 from .attention.prepared import Form
+from .attention.traced_bias import TracedBias
 from .builder_module import BuilderModule
 from .builders import Builder, find_builder, with_builders
 from .common_terms import common_bias
@@ -67,8 +68,9 @@ class ScoreBiasModule(SavedTerms):
         #: whether the terms are parameters, and no longer follow from the module's own bias
         self.trained = trained
         self.builders = {name: find_builder(name) for name in builders}
-        self._kinds = frozenset(term.kind for term in bias.terms)
-        self._learnt = frozenset(term.kind for term in bias.terms if trained and can_learn(term))
+        # dictionaries, for the sake of compiled code, see `TracedBias`
+        self._kinds = {term.kind: True for term in bias.terms}
+        self._learnt = {t.kind: True for t in bias.terms if trained and can_learn(t)}
         #: whether the terms are placeholders that a state dict must fill
         self.awaits_load = False
         #: what no score of this site exceeds, masks aside, if that is known
@@ -85,7 +87,10 @@ class ScoreBiasModule(SavedTerms):
         self._prepared: dict[Part, PreparedBias] = {}
         #: the tensors that these were made of
         self._made_of: tuple[Tensor | None, ...] = ()
-        self._made_on: torch.device | None = None
+        #: and their device
+        self._made_on: str | None = None
+        #: of what is prepared, all that compiled code reads, see `TracedBias`
+        self.flat: dict[Part, dict[Any, Any]] = {}
         #: forms that compiled code looks for, by part of the terms, and by device
         self._traced: dict[tuple[Part, torch.device], set[Form]] = {}
         self._forget()
@@ -108,7 +113,7 @@ class ScoreBiasModule(SavedTerms):
             if made.traced:
                 self._traced[part, made.bias.device] = made.traced
         self._looked_at = False
-        self._prepared, self._made_of, self._made_on = {}, (), None
+        self._prepared, self.flat, self._made_of, self._made_on = {}, {}, (), None
         self._last_joined: tuple[PreparedBias, tuple[Term, ...], PreparedBias] | None = None
 
     def spec(self) -> dict[str, Any]:
@@ -130,8 +135,11 @@ class ScoreBiasModule(SavedTerms):
         return self.prepared().bias
 
     def prepared(
-        self, without: tuple[str, ...] = (), heads: tuple[int, ...] | None = None
-    ) -> PreparedBias:
+        self,
+        without: tuple[str, ...] = (),
+        heads: tuple[int, ...] | None = None,
+        device: torch.device | None = None,
+    ) -> PreparedBias | TracedBias:
         """The terms with their kernel-ready forms, made once per move, cast or load.
 
         Made anew in every call while the terms are parameters: fused optimizers leave no trace of
@@ -140,16 +148,23 @@ class ScoreBiasModule(SavedTerms):
         Args:
             without: kinds of terms to leave out.
             heads: of which heads, in that order; None for all.
+            device: where they are needed, if the caller knows; a trace asks for nothing else.
 
         Raises:
             ValueError: the tensors were loaded from a state dict of other terms, or a head that
                 the site does not have.
         """
-        part = (tuple(kind for kind in without if kind in self._kinds), heads)
-        if self.learns():
+        kinds = tuple(kind for kind in without if kind in self._kinds) if without else ()
+        part = (kinds, heads)
+        if self.trained and self.learns():
             return self._prepare(*part)
+        if torch.compiler.is_compiling():
+            # a trace has tensors of its own: it only asks where they are needed
+            here = device is None or self._made_on == str(device)
+            if here and part in self.flat:
+                return TracedBias(self, part)
         known = self._prepared.get(part)
-        if not self._is_of_now():
+        if not self._is_of_now(device):
             known = None
             if not is_traced():
                 self._drop_prepared()
@@ -161,17 +176,23 @@ class ScoreBiasModule(SavedTerms):
         if not is_traced():
             made.make_forms(self._traced.get((part, made.bias.device), ()))
             self._prepared[part] = made
-            self._made_of, self._made_on = tuple(self._held()), self.layout.device
+            if made.flat:
+                self.flat[part] = made.flat
+            self._made_of, self._made_on = tuple(self._held()), str(self.layout.device)
         return made
 
-    def _is_of_now(self) -> bool:
+    def kept(self, which: Part) -> PreparedBias:
+        """What is prepared of a part of the terms, if that is."""
+        return self._prepared[which]
+
+    def _is_of_now(self, device: torch.device | None) -> bool:
         """Whether the tensors are still those that forms were made of.
 
         accelerate, `torch.func.functional_call` and the replicas of `nn.DataParallel` put others
         into the dictionaries of modules.
         """
-        if torch.compiler.is_compiling():  # a trace has tensors of its own
-            return self._made_on is None or self._made_on == self.layout.device
+        if torch.compiler.is_compiling():
+            return device is None or self._made_on is None or self._made_on == str(device)
         # a list is made faster than a generator is gone through
         return not self._prepared or _are(self._held(), self._made_of)
 
@@ -248,22 +269,11 @@ class ScoreBiasModule(SavedTerms):
         """The term that stands for a mask, if there is one."""
         return next((t for t in self.bias.terms if isinstance(t, Regions)), None)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        built: Mapping[str, dict[str, Any]] | None = None,
-        extra: Sequence[Term] = (),
-        without: tuple[str, ...] = (),
-        heads: tuple[int, ...] | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
         """`flashbias_attention` of q, k and v with this site's terms.
 
         Args:
-            q, k, v: shapes (*batch, H, N, D), (*batch, H, M, D), (*batch, H, M, Dv), where H
+            q, k, v: shapes (*batch, H, N, D), (*batch, H, M, D) and (*batch, H, M, Dv), where H
                 counts the heads of this call.
             built: inputs of the builders of this call, by their names.
             extra: terms of this call only, such as a mask that depends on the input.
@@ -271,7 +281,7 @@ class ScoreBiasModule(SavedTerms):
             heads: which heads of the site q, k and v belong to, in their order, where a head
                 waits for another; None for all of them. Terms that come with the call, built or
                 extra, are for the heads of the call.
-            **kwargs: keyword arguments of `flashbias_attention`.
+            **call: these, and keyword arguments of `flashbias_attention`.
 
         Returns:
             Tensor of shape (*batch, H, N, Dv).
@@ -280,17 +290,8 @@ class ScoreBiasModule(SavedTerms):
             UsageError: the call leaves out terms that were trained: there is nothing else that
                 knows what they have learnt.
         """
-        lost = self._learnt.intersection(without)
-        if lost:
-            raise UsageError(
-                f"this call needs another bias than the {', '.join(sorted(lost))} that was trained",
-                "call the model with the input size that it was patched for",
-            )
-        prepared, bound = self.of_call(built, extra, without, heads)
-        # without terms there is no tensor that tells on which device zeros would be added
-        added = prepared if prepared.bias.terms else None
-        options = {"backend": self.backend, "deterministic": self.deterministic, **kwargs}
-        return flashbias_attention(q, k, v, added, score_bound=bound, **options)
+        # compiled code would look up the defaults of a method in its class, in every layer and call
+        return _attend(self, q, k, v, **call)
 
     def of_call(
         self,
@@ -298,7 +299,8 @@ class ScoreBiasModule(SavedTerms):
         extra: Sequence[Term] = (),
         without: tuple[str, ...] = (),
         heads: tuple[int, ...] | None = None,
-    ) -> tuple[PreparedBias, float | None]:
+        device: torch.device | None = None,
+    ) -> tuple[PreparedBias | TracedBias, float | None]:
         """The terms of one call, see `forward`, and what no score exceeds, if that is known."""
         if built and not extra and heads is None:
             common = self._common(built, without)
@@ -308,9 +310,9 @@ class ScoreBiasModule(SavedTerms):
             builder = self._builder(name)
             extra, without = (*extra, builder.make(**inputs)), without + builder.replaces
         # an owner makes terms for the heads of all processes
-        if self._own_heads is not None and heads is None:
+        if extra and self._own_heads is not None and heads is None:
             extra = tuple(self._own_part(term) for term in extra)
-        prepared = self.prepared(without, heads)
+        prepared = self.prepared(without, heads, device)
         # masks aside, the bound holds with them, too
         bound = self._call_bound if all(isinstance(term, Regions) for term in extra) else None
         if extra:
@@ -325,7 +327,8 @@ class ScoreBiasModule(SavedTerms):
         builder = self._builder(name)
         if others or self._own_heads is not None or isinstance(builder, BuilderModule):
             return None
-        if not self._kinds.issubset((*without, *builder.replaces)):
+        replaced = (*without, *builder.replaces)
+        if not all(kind in replaced for kind in self._kinds):
             return None
         return common_bias(name, builder, inputs, self._spec["num_heads"])
 
@@ -342,12 +345,14 @@ class ScoreBiasModule(SavedTerms):
         assert chosen is not None  # terms of a call are for all heads
         return chosen
 
-    def _joined(self, own: PreparedBias, extra: tuple[Term, ...]) -> PreparedBias:
+    def _joined(self, own: PreparedBias | TracedBias, extra: tuple[Term, ...]) -> PreparedBias:
         """Own terms and those of a call; kept while masks stay the same objects."""
         last = self._last_joined  # read once: another thread may bring another mask
         if last is not None and last[0] is own and _are(last[1], extra):
             return last[2]
         joined = own.joined(extra)
+        if isinstance(own, TracedBias):
+            return joined
         if all(isinstance(term, Regions) for term in extra) and not is_traced():
             self._last_joined = (own, extra, joined)
         return joined
@@ -363,6 +368,7 @@ class ScoreBiasModule(SavedTerms):
         memo = MaskMemo(self.mask_memo.doubtful)
         forgotten: dict[str, Any] = {
             "_prepared": {},
+            "flat": {},
             "_made_of": (),
             "_made_on": None,
             "_traced": {},
@@ -375,6 +381,32 @@ class ScoreBiasModule(SavedTerms):
 
     def extra_repr(self) -> str:
         return f"num_heads={self._spec['num_heads']}, backend={self.backend!r}"
+
+
+def _attend(
+    terms: ScoreBiasModule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    built: Mapping[str, dict[str, Any]] | None = None,
+    extra: Sequence[Term] = (),
+    without: tuple[str, ...] = (),
+    heads: tuple[int, ...] | None = None,
+    **options: Any,
+) -> Tensor:
+    """See `ScoreBiasModule.forward`."""
+    lost = [kind for kind in without if kind in terms._learnt]
+    if lost:
+        raise UsageError(
+            f"this call needs another bias than the {', '.join(sorted(lost))} that was trained",
+            "call the model with the input size that it was patched for",
+        )
+    prepared, bound = terms.of_call(built, extra, without, heads, q.device)
+    # without terms there is no tensor that tells on which device zeros would be added
+    added = None if prepared.is_empty else prepared
+    options = {"backend": terms.backend, "deterministic": terms.deterministic, **options}
+    return flashbias_attention(q, k, v, added, score_bound=bound, **options)
 
 
 def _are(some: Sequence[object], others: Sequence[object]) -> bool:

@@ -63,6 +63,8 @@ class PatchedAttention(Composed):
     resting: tuple[str, ...] = ()
     score_bias: ScoreBiasModule
     _seal: Seal
+    #: what the seal says of that; see `TracedBias` on what compiled code looks at
+    _is_broken: bool = False
 
     def flashbias_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original forward with its scores, bias, mask and softmax replaced."""
@@ -104,8 +106,15 @@ class PatchedAttention(Composed):
         Compiled code looks at nothing but the seal, and a map of as many tokens fits its shapes.
         """
         super().__setattr__(name, value)
-        if isinstance(value, int | tuple | list) and not isinstance(value, bool):
+        if isinstance(value, Seal):
+            self._note_seal()
+        elif isinstance(value, int | tuple | list) and not isinstance(value, bool):
             self._break_at_other_sizes()
+
+    def _note_seal(self) -> None:
+        broken = self._seal.broken
+        if broken is not self._is_broken:  # what is set anew may be compiled anew
+            self.__dict__["_is_broken"] = broken
 
     def _break_at_other_sizes(self) -> None:
         seal = self.__dict__.get("_seal")
@@ -117,7 +126,7 @@ class PatchedAttention(Composed):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.runs_original():
             return self.original_forward(*args, **kwargs)
-        if self._seal.broken:  # compiled code guards on this
+        if self._is_broken:  # compiled code guards on this
             self.check_fresh()
         if not torch.compiler.is_compiling():
             self.check_fresh()
@@ -154,6 +163,10 @@ class PatchedAttention(Composed):
     def runs_original(self) -> bool:
         """Whether the original forward runs: in training, or while a bypassed child trains."""
         return not self.trains_terms and self._in_training()
+
+    @classmethod
+    def composed_methods(cls) -> dict[str, Callable[..., Any]]:
+        return {"runs_original": _runs_original_beside(cls.bypassed)}
 
     def _in_training(self) -> bool:
         children = [self._modules.get(name) for name in self.bypassed]
@@ -340,6 +353,25 @@ class PatchedAttention(Composed):
         super().__setstate__(state)
         if state["_seal"] is None:  # at once: the copy may be trained before it is asked
             self.seal()
+        else:
+            self._note_seal()
+
+
+def _runs_original_beside(bypassed: tuple[str, ...]) -> Callable[[PatchedAttention], bool]:
+    """`runs_original` of a class that bypasses children of these names."""
+
+    def runs_original(self: PatchedAttention) -> bool:
+        if self.score_bias.trained:
+            return False
+        if self.training:
+            return True
+        for name in bypassed:
+            child = self._modules.get(name)
+            if child is not None and child.training:
+                return True
+        return False
+
+    return runs_original
 
 
 def seal_if_loaded(module: nn.Module, _: Any) -> None:

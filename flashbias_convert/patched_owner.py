@@ -36,6 +36,8 @@ class PatchedOwner(Composed):
 
     #: the patched attention modules below, set by the engine
     _consumers: tuple[PatchedAttention, ...]
+    #: their names below it, with spaces between
+    _consumer_names: str = ""
     _lean: bool
     #: None until the sources have values
     _seal: Seal | None
@@ -68,9 +70,28 @@ class PatchedOwner(Composed):
 
     def _runs_original(self) -> bool:
         """Not if all of its attention modules train their terms; else in training."""
-        if any(module.runs_original() for module in self._consumers):
+        consumers = self._found_consumers() or self._consumers
+        if any(module.runs_original() for module in consumers):
             return True
-        return self.training and not all(module.trains_terms for module in self._consumers)
+        return self.training and not all(module.trains_terms for module in consumers)
+
+    def _found_consumers(self) -> list[PatchedAttention]:
+        """Its attention modules where calls find them, in code that is compiled; else nothing.
+
+        Code that reached them in another way, too, would check in each call, for every layer, that
+        both lead to the same module.
+        """
+        if not torch.compiler.is_compiling():
+            return []
+        found = []
+        for path in self._consumer_names.split():
+            module: nn.Module | None = self
+            for name in path.split("."):
+                module = None if module is None else module._modules.get(name)
+            if not isinstance(module, PatchedAttention):  # something was put around it since
+                return []
+            found.append(module)
+        return found
 
     def seal(self) -> None:
         """Declare that the terms belong to the sources as they are now."""

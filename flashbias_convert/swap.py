@@ -165,6 +165,9 @@ def patch_owner(module: nn.Module, recipe_class: type[PatchedOwner]) -> None:
     swap_class(module, compose(recipe_class, type(module)))
     assert isinstance(module, PatchedOwner)
     module._consumers, module._lean, module._seal = consumers, False, None
+    names = (name for name, part in module.named_modules() if isinstance(part, PatchedAttention))
+    module._consumer_names = " ".join(names)
+    module.note_children()
     module.seal()
 
 
@@ -172,7 +175,8 @@ def unpatch_owner(module: PatchedOwner) -> None:
     """Put the original class back."""
     for name in ("_consumers", "_lean", "_seal"):
         del module.__dict__[name]
-    module.__dict__.pop("_found_stale", None)
+    for name in ("_consumer_names", "_found_stale"):
+        module.__dict__.pop(name, None)
     names = {aside(name): name for name in module.replaced}
     swap_class(module, module.original_class)
     _rename(module, names)
@@ -188,6 +192,7 @@ def _rename(module: nn.Module, names: Mapping[str, str]) -> None:
 def _install(module: nn.Module, cls: type, terms: ScoreBiasModule) -> None:
     swap_class(module, cls)
     module.add_module(SUBMODULE, terms)
+    module.note_children()  # type: ignore[operator]
     module.register_load_state_dict_post_hook(_seal_if_loaded)
 
 

@@ -60,13 +60,11 @@ class FusedAttention(PatchedAttention):
         start = query_start(cache, self.layer_idx, cache_position)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx, {"cache_position": cache_position})
-        (planned,) = self.score_bias.bias.terms
-        assert isinstance(planned, Alibi)
         out = attend_causal(
             self.score_bias, q, k, v, attention_mask,
             start=start, scale=self.scale,
             builder="padded_alibi",
-            inputs={"slopes": planned.slopes, "start": start, "n": q.shape[-2]},
+            own=("slopes",), inputs={"start": start, "n": q.shape[-2]},
         )  # fmt: skip
         done: Tensor = self.resid_dropout(self.c_proj(out.transpose(1, 2).flatten(2)))
         return done

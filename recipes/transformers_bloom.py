@@ -50,13 +50,11 @@ class BloomAttention(PatchedAttention):
         start = query_start(layer_past, self.layer_idx)
         if layer_past is not None:
             k, v = layer_past.update(k, v, self.layer_idx)
-        (planned,) = self.score_bias.bias.terms
-        assert isinstance(planned, Alibi)
         out = attend_causal(
             self.score_bias, q, k, v, attention_mask,
             start=start, scale=self.inv_norm_factor,
             builder="padded_alibi",
-            inputs={"slopes": planned.slopes, "start": start, "n": q.shape[-2]},
+            own=("slopes",), inputs={"start": start, "n": q.shape[-2]},
         )  # fmt: skip
         return self.dense(out.transpose(1, 2).flatten(2)) + residual, None
 

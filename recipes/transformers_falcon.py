@@ -57,13 +57,11 @@ class FalconAttention(PatchedAttention):
         if keys.shape[-1] == 0:  # nothing is padded, but the rounded bias needs the places
             batch, m = q.shape[0], k.shape[-2]
             keys = kept_with(keys, ("places", batch, m), partial(all_places, batch, m, k.device))
-        (planned,) = self.score_bias.bias.terms
-        assert isinstance(planned, Alibi)
         out = attend_causal(
             self.score_bias, q, k, v, keys,
             start=start, scale=self.inv_norm_factor,
             builder="rounded_alibi",
-            inputs={"slopes": planned.slopes, "unit": self.inv_norm_factor, "dtype": q.dtype},
+            own=("slopes",), inputs={"unit": self.inv_norm_factor, "dtype": q.dtype},
         )  # fmt: skip
         return self.dense(out.transpose(1, 2).flatten(2)), None
 

@@ -15,6 +15,7 @@ from ..terms import KeyBias, LowRank, ScoreBias
 from .arguments import AttentionArguments
 from .prepared import PreparedBias, settled
 from .sdpa import columns_alone
+from .traced_bias import TracedBias
 from .training_costs import KEY_BIAS, Spans, Way, fastest, is_measured
 from .training_packing import training_columns
 
@@ -58,7 +59,11 @@ def _device_problem(device: torch.device) -> str | None:
 
 
 def wants_gradients(
-    q: Tensor, k: Tensor, v: Tensor, bias: PreparedBias | None, args: AttentionArguments
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: PreparedBias | TracedBias | None,
+    args: AttentionArguments,
 ) -> bool:
     """Whether a backward pass may follow."""
     if not torch.is_grad_enabled():
@@ -69,7 +74,7 @@ def wants_gradients(
     return asks or (bias is not None and bias.requires_grad)
 
 
-def call_problem(q: Tensor, v: Tensor, bias: PreparedBias | None) -> str | None:
+def call_problem(q: Tensor, v: Tensor, bias: PreparedBias | TracedBias | None) -> str | None:
     """Why the Triton kernels cannot run this call, or None if they can. Reads no values."""
     if q.dtype == torch.float64:
         return "there is no fp64 kernel"
@@ -84,7 +89,7 @@ def training_way(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: PreparedBias | None,
+    bias: PreparedBias | TracedBias | None,
     args: AttentionArguments,
     *,
     backend: str,

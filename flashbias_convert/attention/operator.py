@@ -28,6 +28,7 @@ from .precision import without_autocast
 from .prepared import PreparedBias
 from .registration import attention_op
 from .sdpa import sdpa_attention
+from .traced_bias import TracedBias
 
 
 def _as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,7 +44,7 @@ def flashbias_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: ScoreBias | PreparedBias | None = None,
+    bias: ScoreBias | PreparedBias | TracedBias | None = None,
     *,
     scale: float | Tensor | None = None,
     causal: bool = False,
@@ -107,7 +108,7 @@ def flashbias_attention(
     """
     if backend not in BACKENDS:
         raise UsageError(f"backend must be one of {BACKENDS}, got {backend!r}")
-    if not isinstance(bias, ScoreBias | PreparedBias | None):
+    if not isinstance(bias, ScoreBias | PreparedBias | TracedBias | None):
         raise TypeError(
             f"bias must be a ScoreBias or None, got {type(bias).__name__}; one term becomes a "
             "bias with ScoreBias((term,), num_heads)"
@@ -115,7 +116,6 @@ def flashbias_attention(
     if q.dtype != k.dtype or q.dtype != v.dtype:
         q, k, v = _as_autocast(q, k, v)
     prepared = PreparedBias(bias, once=True) if isinstance(bias, ScoreBias) else bias
-    terms = None if prepared is None else prepared.bias
     args = check_arguments(
         q,
         k,
@@ -136,16 +136,20 @@ def flashbias_attention(
             q, k, v, args = repeat_channels(q, k, v, score_scale, args)
     if eager:
         reference = partial(eager_attention, score_scale=score_scale)
-        return gated(without_autocast(q.device, reference, q, k, v, terms, args), gate)
+        return gated(without_autocast(q.device, reference, q, k, v, _terms(prepared), args), gate)
     if backend == "sdpa":
-        return gated(without_autocast(q.device, sdpa_attention, q, k, v, terms, args), gate)
+        return gated(
+            without_autocast(q.device, sdpa_attention, q, k, v, _terms(prepared), args), gate
+        )
     training = wants_gradients(q, k, v, prepared, args)
     problem = device_problem(q.device) or call_problem(q, v, prepared)
     if problem is None and training:
         way = training_way(q, k, v, prepared, args, backend=backend, deterministic=deterministic)
         train = partial(training_attention, deterministic=way != "atomics")
         if way == "sdpa":
-            return gated(without_autocast(q.device, sdpa_attention, q, k, v, terms, args), gate)
+            return gated(
+                without_autocast(q.device, sdpa_attention, q, k, v, _terms(prepared), args), gate
+            )
         return gated(without_autocast(q.device, train, q, k, v, prepared, args), gate)
     if problem is None:
         return without_autocast(q.device, triton_attention, q, k, v, prepared, args, score_bound)
@@ -154,7 +158,21 @@ def flashbias_attention(
             f"the triton backend cannot run this call: {problem}", "use backend='auto'"
         )
     warn_once(problem)
-    return gated(without_autocast(q.device, sdpa_attention, q, k, v, terms, args), gate)
+    return gated(_by_sdpa(q, k, v, prepared, args), gate)
+
+
+def _terms(prepared: PreparedBias | TracedBias | None) -> ScoreBias | None:
+    return None if prepared is None else prepared.bias
+
+
+def _by_sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prepared: PreparedBias | TracedBias | None,
+    args: AttentionArguments,
+) -> Tensor:
+    return without_autocast(q.device, sdpa_attention, q, k, v, _terms(prepared), args)
 
 
 def gated(out: Tensor, gate: Tensor | None) -> Tensor:
@@ -166,7 +184,7 @@ def triton_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: PreparedBias | None,
+    bias: PreparedBias | TracedBias | None,
     args: AttentionArguments,
     score_bound: float | None = None,
 ) -> Tensor:
@@ -197,7 +215,7 @@ def training_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: PreparedBias | None,
+    bias: PreparedBias | TracedBias | None,
     args: AttentionArguments,
     deterministic: bool = True,
 ) -> Tensor:

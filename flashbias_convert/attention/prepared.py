@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import ExitStack
+from sys import intern
 from typing import Any, TypeVar
 
 import torch
@@ -33,8 +34,16 @@ class PreparedBias:
         once: it serves one call, so that nothing needs to be kept for others.
     """
 
+    # compiled code would ask the dictionary of an instance whether it hides a method
+    __slots__ = (
+        "__weakref__", "_alike", "_fleeting", "_forms", "_group", "_kept", "_parts", "bias",
+        "flat", "is_empty", "requires_grad", "traced",
+    )  # fmt: skip
+
     def __init__(self, bias: ScoreBias, once: bool = False) -> None:
         self.bias = bias
+        #: whether it has no terms
+        self.is_empty = len(bias.terms) == 0
         self.requires_grad = bias.requires_grad
         #: nothing is kept of it, and what it makes may be of the call's inference mode
         self._fleeting = once
@@ -47,9 +56,12 @@ class PreparedBias:
         #: what it has in common with biases whose forms are made together; nothing if they are not
         self._alike = ""
         self._group: _Alike | None = None
+        #: the same, and forms that were made of it, in dictionaries alone, see `TracedBias`
+        self.flat: dict[Any, Any] = {}
         # terms that ask for gradients are not frozen, and what a trace makes is not real
         if not (once or self.requires_grad or torch.compiler.is_compiling()):
             self._alike, self._group = _join(self)
+            self.flat = {"alike": self._alike, "is_empty": self.is_empty, "forms": {}}
 
     @classmethod
     def of_calls(cls, bias: ScoreBias) -> PreparedBias:
@@ -87,7 +99,15 @@ class PreparedBias:
         for form in forms:
             if form not in self._forms:
                 self._forms[form] = self._make(form)
+            if self.flat and form not in self.flat["forms"]:
+                made = self._forms[form]
+                tensors: dict[Any, Any] = dict(enumerate(made.tensors))
+                self.flat["forms"][form] = {"spec": made.spec, "count": len(tensors), **tensors}
             self.traced.add(form)
+
+    def made(self, form: Form) -> PackedBias:
+        """A form that `make_forms` has made."""
+        return self._forms[form]
 
     def _make(self, form: Form) -> PackedBias:
         """Tensors for calls in every mode; autocast would cast some of them."""
@@ -110,7 +130,7 @@ class PreparedBias:
     def _form(self, purpose: str, half: bool, scale: float | None) -> PackedBias:
         if self._alike and torch.compiler.is_compiling():
             scale = None if scale is None else settled(scale)
-            _make_outside_of_the_graph(self._alike, purpose, half, scale)
+            make_outside_of_the_graph(self._alike, purpose, half, scale)
         form = (purpose, half, scale)
         if form in self._forms:
             return self._forms[form]
@@ -127,17 +147,17 @@ class PreparedBias:
         """
         if torch.compiler.is_compiling():  # the answer is a constant of the graph
             if self._alike:
-                return _problem_of(self._alike, half)
+                return problem_of(self._alike, half)
             return unsupported(self.bias, half=half)
         return self._keep(("problem", half), lambda: unsupported(self.bias, half=half))
 
     def check_fits(self, batch: tuple[int, ...], heads: int, n: int, m: int) -> None:
         """Raise ValueError unless the terms fit a call of these sizes. Reads shapes only."""
         if torch.compiler.is_compiling():
-            own = _fixed_by(self._alike) if self._alike else _fixed(self.bias)
-            return _check_fits(own, batch, heads, n, m)
+            own = fixed_by(self._alike) if self._alike else _fixed(self.bias)
+            return check_sizes_of_call(own, batch, heads, n, m)
         call = (batch, heads, n, m)
-        return self._keep(call, lambda: _check_fits(_fixed(self.bias), *call))
+        return self._keep(call, lambda: check_sizes_of_call(_fixed(self.bias), *call))
 
     def _keep(self, key: Hashable, make: Callable[[], T]) -> T:
         if key not in self._kept:
@@ -156,7 +176,7 @@ def _fixed(bias: ScoreBias) -> Fixed:
     return bias.num_heads, tuple(terms)
 
 
-def _check_fits(own: Fixed, batch: tuple[int, ...], heads: int, n: int, m: int) -> None:
+def check_sizes_of_call(own: Fixed, batch: tuple[int, ...], heads: int, n: int, m: int) -> None:
     num_heads, terms = own
     if num_heads != heads:
         raise ValueError(f"the bias is for {num_heads} heads, q has {heads}")
@@ -190,7 +210,7 @@ _GROUPS: weakref.WeakValueDictionary[str, _Alike] = weakref.WeakValueDictionary(
 
 def _join(bias: PreparedBias) -> tuple[str, _Alike]:
     """Make `bias` a member of its group; returns the name of that, and the group."""
-    name = repr((bias.bias.spec(), str(bias.bias.device)))
+    name = intern(repr((bias.bias.spec(), str(bias.bias.device))))  # compared in every call
     group = _GROUPS.setdefault(name, _Alike())
     group.members.add(bias)
     return name, group
@@ -203,26 +223,32 @@ def settled(number: N) -> N:
     return guard_scalar(number)  # type: ignore[return-value]
 
 
-def _problem_of(alike: str, half: bool) -> str | None:
+def problem_of(alike: str, half: bool) -> str | None:
     """What `unsupported` says of all biases of a group; looking at their terms would be guards."""
     return unsupported(next(iter(_GROUPS[alike].members)).bias, half=half)
 
 
-def _fixed_by(alike: str) -> Fixed:
+def fixed_by(alike: str) -> Fixed:
     """What all biases of a group say of the calls that they fit: their shapes are in its name."""
     return _fixed(next(iter(_GROUPS[alike].members)).bias)
 
 
-def _make_outside_of_the_graph(alike: str, *form: Any) -> None:
-    """Make a form for all biases of a group, with tensors that the trace does not know."""
+def make_outside_of_the_graph(alike: str, *form: Any) -> None:
+    """Make a form for all biases of a group, with tensors that the trace does not know.
+
+    They stay where they are, as weights do: a CUDA graph reads them there, and copies nothing.
+    """
+    from torch._dynamo import mark_static_address
     from torch.utils._python_dispatch import _disable_current_modes
 
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         for bias in tuple(_GROUPS[alike].members):
             bias.make_forms([form])
+            for tensor in bias.made(form).tensors:
+                mark_static_address(tensor, guard=False)  # elsewhere, it is recorded anew
 
 
 # torch.compile runs it while it traces, and takes the answer for a constant; see `device_problem`
-_make_outside_of_the_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_problem_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_fixed_by._dynamo_marked_constant = True  # type: ignore[attr-defined]
+make_outside_of_the_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+problem_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+fixed_by._dynamo_marked_constant = True  # type: ignore[attr-defined]
