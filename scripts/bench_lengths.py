@@ -45,7 +45,7 @@ FIELDS = (
     "series", "n", "peer", "has_bias", "median_ms", "p20_ms", "p80_ms", "call_ms", "memory_mib",
     "error", "state", "card", "torch", "triton",
 )  # fmt: skip
-#: a dense bias of more entries is a process's own: FlexAttention counts them in 32 bits, with a sign
+#: a dense bias of more entries has a process of its own: FlexAttention counts them in 32 bits
 LONG = 2**31
 #: processes that get ready at a time
 TOGETHER = 8
