@@ -43,6 +43,11 @@ TABLE = PaperTable(
         "none-cudnn",
         "exact",
         "*-compiled",
+        "original-graphs",
+        "sdpa-cudnn-graphs",
+        "flex-graphs",
+        "none-cudnn-graphs",
+        "exact-graphs",
     ),
     by_length=True,
 )

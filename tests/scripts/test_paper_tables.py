@@ -104,9 +104,9 @@ def test_every_row_that_is_measured_is_in_its_table(name: str) -> None:
     found = taken(rows, cases, table.variants)
     assert measured and {(row["model"], row["variant"]) for row in found} == measured
     committed = writing.read_rows(SCRIPTS / f"results/paper/{name}.csv")
-    assert [(r["variant"], r["median_ms"]) for r in committed] == [
-        (r["variant"], r["median_ms"]) for r in found
-    ]
+    assert [
+        (r["variant"], r["median_ms"]) for r in committed if r["mode"] in ("eager", "compiled")
+    ] == [(r["variant"], r["median_ms"]) for r in found]
 
 
 def test_the_paper_stands_beside_eager_rows_first(
