@@ -33,6 +33,11 @@ def digest(folder: Path) -> str:
     return found.hexdigest()[:16]
 
 
+def named_in(line: str) -> str:
+    """The test of a line of pytest's summary; its parameters may have spaces."""
+    return line.partition(" ")[2].partition(" - ")[0]
+
+
 def main() -> int:
     """Run pytest on `SUITES`, or on what the arguments name, in parallel processes."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -64,7 +69,7 @@ def main() -> int:
         "attention_sha256": digest(ROOT / "flashbias_convert/attention"),
         "suites": named or list(SUITES),
         **counts,
-        "failures": [line.split()[1] for line in summary],
+        "failures": list(dict.fromkeys(map(named_in, summary))),
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(result, indent=2) + "\n")
