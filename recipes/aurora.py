@@ -12,8 +12,9 @@ recipe = refused(
     tested=">=1.0,<3",
     models="Aurora of Microsoft",
     reason=(
-        "it has no relative positions: windows of 144 tokens of a Swin for the atmosphere, which "
-        "have the mask of shifted ones alone, on torch's fused attention already"
+        "it has no relative positions, so there is no bias to convert, and nothing was measured: "
+        "windows of 144 tokens of a Swin for the atmosphere, which have the mask of shifted ones "
+        "alone, on torch's fused attention already"
     ),
     impossible=False,
     with_what="a stand-in for its class",

@@ -3,7 +3,7 @@
 python scripts/bench_windows.py [--output FILE.csv]
 
 Shows from which window size on a conversion pays: the rule SHORTEST_N in decompose/costs.py.
-Times are on the card (CUDA graph replays), bf16, batch such that there are 2**20 tokens.
+Times are on the card (CUDA graph replays), bf16, batch such that there are 2**19 tokens.
 """
 
 from __future__ import annotations

@@ -234,6 +234,8 @@ def require_patched(plan: Plan) -> None:
         )
     if plan.patched:
         return
+    from ..inspection import NEEDS_FIT
+
     if failed:
         raise DecompositionError(
             f"no site was converted, {len(failed)} failed; {failed[0].name}: {failed[0].reason}"
@@ -243,9 +245,12 @@ def require_patched(plan: Plan) -> None:
         raise NothingToConvertError(
             f"none of the {len(plan.sites)} sites can be converted: {'; '.join(reasons[:3])}"
         )
+    # others add no bias, are not wanted or need a fit: to force them would change nothing
+    weighed = [s for s in plan.with_status("left alone") if s.n and s.reason != NEEDS_FIT]
+    which = "them" if len(weighed) == len(plan.sites) else f"{len(weighed)} of them"
     raise NothingToConvertError(
         f"none of the {len(plan.sites)} sites is worth converting: {'; '.join(reasons[:3])}",
-        "--force-all converts them all the same",
+        f"--force-all converts {which} all the same" if weighed else "",
     )
 
 

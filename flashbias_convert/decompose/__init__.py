@@ -5,7 +5,7 @@ Pure tensor maths: nothing here knows a module, a kernel or an architecture.
 
 from .choose import decompose
 from .codes import check_index
-from .costs import SHORTEST_N, added_cost, rank_bucket
+from .costs import SHORT_GAIN, SHORTEST_N, added_cost, rank_bucket
 from .decision import Decomposition, HeadDecision
 from .energy import cumulative_energy, rank_for_energy, spectrum
 from .exact import dense_term, is_row_constant, regions, relative_table
@@ -16,6 +16,7 @@ from .svd import split_columns, svd_factors
 
 __all__ = [
     "SHORTEST_N",
+    "SHORT_GAIN",
     "Decomposition",
     "HeadDecision",
     "Loss",

@@ -11,7 +11,7 @@ from ..errors import UsageError
 from ..options import DecomposeOptions
 from ..terms import ScoreBias, Term
 from .candidates import NO_TERM, Candidate, exact_candidates
-from .costs import SHORTEST_N, shared_dense_cost
+from .costs import SHORT_GAIN, SHORTEST_N, shared_dense_cost
 from .decision import Decomposition
 from .exact import dense_term, is_row_constant
 from .head_tables import Tables, find_tables, select
@@ -113,7 +113,8 @@ def _left_alone(bias: Tensor, options: DecomposeOptions) -> str | None:
     n, m = bias.shape[-2:]
     if options.method != "auto" or options.force_all or max(n, m) >= SHORTEST_N:
         return None
-    return f"{n} queries and {m} keys: attention over fewer than {SHORTEST_N} does not get faster"
+    gain = f"attention over fewer than {SHORTEST_N} gains little ({SHORT_GAIN})"
+    return f"{n} queries and {m} keys: {gain}"
 
 
 def _truncations(

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..decompose import SHORTEST_N
+from ..decompose import SHORT_GAIN, SHORTEST_N
 from .calls import AttentionCall
 from .masks import Separated
 from .report import FREE, SiteProbe
@@ -47,7 +47,7 @@ def notes_of(
     elif site.recipe_site is not None and site.recipe_site != site.name:
         notes.append(f"{site.recipe} replaces {site.recipe_site or 'the model'}, with this in it")
     if site.kind not in FREE and max(site.n, site.m) < SHORTEST_N:
-        notes.append(f"fewer than {SHORTEST_N} queries and keys do not get faster")
+        notes.append(f"fewer than {SHORTEST_N} queries and keys gain little ({SHORT_GAIN})")
     return tuple(notes), causal
 
 

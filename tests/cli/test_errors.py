@@ -121,6 +121,7 @@ def test_all_sites_left_alone(cli: Cli, tmp_path: Path) -> None:
     done = cli(path, *ARCH, "--exclude", "re:.*")
     assert done.code == 3
     assert "none of the 3 sites is worth converting: excluded by 're:.*'" in done.err
+    assert "force-all" not in done.err
     assert "left alone" in done.out  # the table says why
     assert files(tmp_path) == {"x.safetensors"}
 

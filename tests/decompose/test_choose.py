@@ -283,6 +283,7 @@ def test_short_sites_are_left_alone_by_auto_only():
     bias = smooth(2, n=SHORTEST_N - 1)
     found = decompose(bias, DecomposeOptions())
     assert f"{SHORTEST_N - 1} queries and" in found.left_alone
+    assert "gains little (1.18 times at 4 tokens" in found.left_alone
     assert torch.equal(found.bias.dense(*bias.shape[-2:]), bias)  # and still complete
     assert decompose(smooth(2, n=SHORTEST_N), DecomposeOptions()).left_alone is None
     forced = decompose(bias, DecomposeOptions(force_all=True))

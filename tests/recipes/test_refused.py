@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,6 +146,58 @@ def aurora() -> nn.Module:
     return nn.Sequential(stand_in("aurora.model.swin3d.WindowAttention", window_size=(2, 6, 12)))
 
 
+class SpatialBias(nn.Module):
+    """Has the parts of the class, whose forward takes factors and needs a card."""
+
+    def __init__(self, dim: int = 16, heads: int = 2) -> None:
+        super().__init__()
+        self.heads, self.dim_head = heads, dim // heads
+        self.scale = self.dim_head**-0.5
+        self.to_q, self.to_k, self.to_v = (nn.Linear(dim, dim, bias=False) for _ in range(3))
+        self.to_out = nn.Sequential(nn.Linear(dim, dim), nn.Dropout(0.0))
+        self.pos_weight = nn.Linear(self.dim_head, 1, bias=False)
+
+
+def spatial_bias() -> nn.Module:
+    """Under its name in the library."""
+    path = "models.Transformer_Spatial_Bias"
+    cls = type("Spatial_Bias_Attention", (SpatialBias,), {"__module__": path})
+    return nn.Sequential(cls())
+
+
+def prophetnet() -> nn.Module:
+    config = transformers.ProphetNetConfig(
+        vocab_size=19, hidden_size=16, num_encoder_layers=1, num_decoder_layers=2,
+        num_encoder_attention_heads=2, num_decoder_attention_heads=2, encoder_ffn_dim=16,
+        decoder_ffn_dim=16, max_position_embeddings=16,
+    )  # fmt: skip
+    model: nn.Module = transformers.ProphetNetModel(config)
+    return model
+
+
+def pool_first() -> nn.Module:
+    from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
+
+    config = MultiScaleVitCfg(depths=(1, 1), embed_dim=(16, 32), num_heads=(1, 2), pool_first=True)
+    model: nn.Module = MultiScaleVit(config, img_size=32)
+    return model
+
+
+def monai_block(name: str, **settings: Any) -> nn.Module:
+    blocks = pytest.importorskip("monai.networks.blocks")
+    block: nn.Module = getattr(blocks, name)(16, **{"num_heads": 2, **settings})
+    return block
+
+
+def monai_positions() -> nn.Module:
+    """On maps and in volumes."""
+    sizes = {"SABlock": (4, 4), "CrossAttentionBlock": (2, 2, 4)}
+    return nn.ModuleList(
+        monai_block(name, rel_pos_embedding="decomposed", input_size=size)
+        for name, size in sizes.items()
+    )
+
+
 def graphormer() -> nn.Module:
     return nn.ModuleList(
         [
@@ -183,6 +237,10 @@ CASES: dict[str, tuple[Any, dict[str, int], str]] = {
     "DiNAT": (dinat, {"unsupported": 1}, "around it alone"),
     "Aurora": (aurora, {"left alone": 1}, "no relative positions"),
     "Graphormer": (graphormer, {"unsupported": 2}, "full rank"),
+    "Transformer_Spatial_Bias": (spatial_bias, {"unsupported": 1}, "FlashBias's own kernel"),
+    "ProphetNet": (prophetnet, {"unsupported": 2}, "buckets of the distance"),
+    "MViTv2, pooled first": (pool_first, {"unsupported": 2}, "own forward of it raises"),
+    "MONAI": (monai_positions, {"unsupported": 2}, "no network of MONAI"),
     "rotary Conformer": (lambda: conformer("rotary"), {"left alone": 2}, "no relative positions"),
 }  # fmt: skip
 
@@ -242,5 +300,47 @@ def test_nobody_is_told_to_force_what_is_impossible() -> None:
     with pytest.raises(NothingToConvertError, match=r"can be converted.*mixes its heads") as raised:
         require_patched(inspect_model(cait()))
     assert raised.value.hint == ""
-    with pytest.raises(NothingToConvertError, match="worth converting"):
+    with pytest.raises(NothingToConvertError, match="worth converting") as raised:
         require_patched(inspect_model(aurora()))
+    assert raised.value.hint == ""
+
+
+def test_who_has_short_windows_is_told_to_force_them() -> None:
+    from timm.models.cait import TalkingHeadAttn
+    from timm.models.swin_transformer import WindowAttention
+
+    short = WindowAttention(16, 2, window_size=2)
+    with pytest.raises(NothingToConvertError, match="gains little") as raised:
+        require_patched(inspect_model(nn.ModuleList([short])))
+    assert raised.value.hint == "--force-all converts them all the same"
+    both = nn.ModuleList([short, TalkingHeadAttn(16, num_heads=2)])
+    with pytest.raises(NothingToConvertError, match="gains little") as raised:
+        require_patched(inspect_model(both))
+    assert raised.value.hint == "--force-all converts 1 of them all the same"
+
+
+def test_blocks_of_monai_without_positions_have_no_recipe() -> None:
+    """As all networks of MONAI have them."""
+    assert Registry().find(monai_block("SABlock")) is None
+    assert Registry().find(monai_block("CrossAttentionBlock", num_heads=4)) is None
+
+
+def test_a_class_called_like_that_of_the_solver_library_is_none_without_its_parts() -> None:
+    path = "models.Transformer_Spatial_Bias.Spatial_Bias_Attention"
+    assert Registry().find(stand_in(path, to_q=nn.Linear(16, 16))) is None
+
+
+def test_what_is_told_to_be_used_instead_is_there() -> None:
+    from flashbias_convert.models.pde_transformer import PDETransformer
+
+    (site,) = inspect_model(spatial_bias()).sites
+    assert PDETransformer.__module__ in site.reason
+    for script in re.findall(r"scripts/\S+\.py", site.reason):
+        assert (Path(__file__).parents[2] / script).is_file()
+
+
+def test_mvit_that_pools_first_raises_in_timm() -> None:
+    """Once it does not, it can have a recipe."""
+    model = pool_first().eval()
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"[Ss]ize"):
+        model(torch.zeros(1, 3, 32, 32))
