@@ -151,7 +151,7 @@ def attend_causal(
     places = _fit(keys, start, n, m)
     padded = {}
     if builder is not None:
-        found = _tensors_of_term(score_bias, own)
+        found = _tensors_of_term(score_bias, own, q.device)
         padded = {builder: {"places": places, **found, **(inputs or {})}}
     out: Tensor = score_bias(
         q, k, v, built={**(built or {}), **padded}, key_mask=_visible(places), **call
@@ -159,11 +159,13 @@ def attend_causal(
     return out
 
 
-def _tensors_of_term(score_bias: ScoreBiasModule, names: Sequence[str]) -> dict[str, Tensor]:
+def _tensors_of_term(
+    score_bias: ScoreBiasModule, names: Sequence[str], device: torch.device
+) -> dict[str, Tensor]:
     """Tensors of the only term, by their names; nothing is looked up for none."""
     if not names:
         return {}
-    (term,) = score_bias.bias.terms
+    (term,) = score_bias.prepared(device=device).bias.terms
     return {name: getattr(term, name) for name in names}
 
 

@@ -24,9 +24,8 @@ class Composed(nn.Module):
 
     original_class: ClassVar[type[nn.Module]]
     recipe_class: ClassVar[type[nn.Module]]
-    #: names of the children that instances have, with spaces between, under "all": a string in a
-    #: dictionary is what compiled code checks fastest
-    child_names: ClassVar[dict[str, str]]
+    #: names of its children, with spaces between: compiled code checks a string fastest
+    _child_names: str = ""
 
     @classmethod
     def children_to_read(cls) -> Sequence[str] | None:
@@ -64,21 +63,14 @@ class Composed(nn.Module):
     def _copied_state(self) -> dict[str, Any]:
         return self.__dict__
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.note_children()
-
     def note_children(self) -> None:
-        """Add the names of its children to those of the class; whoever patches it calls this."""
-        known = self.child_names["all"].split()
-        new = [name for name in self._modules if name not in known]
-        self.child_names["all"] = " ".join([*known, *new])
+        """Remember the names of its children; whoever patches it calls this."""
+        self._child_names = " ".join(self._modules)
 
 
 def compose(recipe_class: type[Composed], original_class: type[nn.Module]) -> type[Any]:
     """The class of a patched module: `recipe_class` in front of `original_class`, made once."""
     if (recipe_class, original_class) not in _COMPOSED:
-        names = {"all": ""}
         _COMPOSED[recipe_class, original_class] = type(
             _name(original_class),
             (recipe_class, original_class),
@@ -89,8 +81,7 @@ def compose(recipe_class: type[Composed], original_class: type[nn.Module]) -> ty
                 "recipe_class": recipe_class,
                 "original_class": original_class,
                 **recipe_class.composed_methods(),
-                "child_names": names,
-                "forward": _named_arguments(recipe_class.forward, original_class.forward, names),
+                "forward": _named_arguments(recipe_class.forward, original_class.forward),
             },
         )
     return _COMPOSED[recipe_class, original_class]
@@ -103,7 +94,7 @@ def _name(original_class: type[nn.Module]) -> str:
 
 
 def _named_arguments(
-    forward: Callable[..., Any], original: Callable[..., Any], names: dict[str, str]
+    forward: Callable[..., Any], original: Callable[..., Any]
 ) -> Callable[..., Any]:
     """`forward` with the signature of `original`, and with the weights that it reads at hand.
 
@@ -116,7 +107,7 @@ def _named_arguments(
         for value in given:  # torch.fx makes one of all arguments of a whole model
             if isinstance(value, fx.Proxy):
                 return _as_one_node(self, value.tracer, args, kwargs)
-        if not is_hooked(self, names):
+        if not is_hooked(self, self._child_names):
             return forward(self, *args, **kwargs)
         # the hooks of children load their weights when they are called; it may read them before
         with at_hand(children_read(self, self.children_to_read())):

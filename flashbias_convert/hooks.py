@@ -61,20 +61,21 @@ def children_read(module: nn.Module, names: Sequence[str] | None) -> list[nn.Mod
 # -- weights that are elsewhere --------------------------------------------------------------
 
 
-def is_hooked(module: nn.Module, names: dict[str, str]) -> bool:
+def is_hooked(module: nn.Module, names: str) -> bool:
     """Whether accelerate has hooks on a module or on a child of it; every call asks.
 
     It has none where a module has no tensors of its own, and hooks on children all the same.
 
     Args:
         module: whose forward is to run.
-        names: of its children, see `Composed.child_names`. Code that is compiled goes by them: it
-            would check in every call that a dictionary it has gone through has the same keys.
+        names: of its children, with spaces between, or nothing where they are not known. Compiled
+            code goes by them: it would check in every call that a dictionary which it has gone
+            through has the same keys.
     """
     if "_hf_hook" in module.__dict__:
         return True
-    if torch.compiler.is_compiling():
-        for name in names["all"].split():
+    if names and torch.compiler.is_compiling():
+        for name in names.split():
             child = module._modules.get(name)
             if child is not None and "_hf_hook" in child.__dict__:
                 return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -148,7 +149,8 @@ class ScoreBiasModule(SavedTerms):
         Args:
             without: kinds of terms to leave out.
             heads: of which heads, in that order; None for all.
-            device: where they are needed, if the caller knows; a trace asks for nothing else.
+            device: where they are needed, if the caller knows. A trace asks for nothing else, and
+                without it looks at one of the module's own tensors.
 
         Raises:
             ValueError: the tensors were loaded from a state dict of other terms, or a head that
@@ -160,8 +162,8 @@ class ScoreBiasModule(SavedTerms):
             return self._prepare(*part)
         if torch.compiler.is_compiling():
             # a trace has tensors of its own: it only asks where they are needed
-            here = device is None or self._made_on == str(device)
-            if here and part in self.flat:
+            device = self.layout.device if device is None else device
+            if self._made_on == str(device) and part in self.flat:
                 return TracedBias(self, part)
         known = self._prepared.get(part)
         if not self._is_of_now(device):
@@ -177,7 +179,7 @@ class ScoreBiasModule(SavedTerms):
             made.make_forms(self._traced.get((part, made.bias.device), ()))
             self._prepared[part] = made
             if made.flat:
-                self.flat[part] = made.flat
+                self.flat[part], made.held_by = made.flat, (weakref.ref(self), part)
             self._made_of, self._made_on = tuple(self._held()), str(self.layout.device)
         return made
 
@@ -347,12 +349,12 @@ class ScoreBiasModule(SavedTerms):
 
     def _joined(self, own: PreparedBias | TracedBias, extra: tuple[Term, ...]) -> PreparedBias:
         """Own terms and those of a call; kept while masks stay the same objects."""
+        if isinstance(own, TracedBias):
+            return own.joined(extra)
         last = self._last_joined  # read once: another thread may bring another mask
         if last is not None and last[0] is own and _are(last[1], extra):
             return last[2]
         joined = own.joined(extra)
-        if isinstance(own, TracedBias):
-            return joined
         if all(isinstance(term, Regions) for term in extra) and not is_traced():
             self._last_joined = (own, extra, joined)
         return joined
@@ -378,6 +380,9 @@ class ScoreBiasModule(SavedTerms):
             "mask_memo": memo,
         }
         return {**self.__dict__, **forgotten}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({"flat": {}, **state})  # earlier releases had none
 
     def extra_repr(self) -> str:
         return f"num_heads={self._spec['num_heads']}, backend={self.backend!r}"

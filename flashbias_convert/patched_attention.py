@@ -166,6 +166,11 @@ class PatchedAttention(Composed):
 
     @classmethod
     def composed_methods(cls) -> dict[str, Callable[..., Any]]:
+        own = (PatchedAttention, cls)
+        for name in ("runs_original", "_in_training", "trains_terms"):
+            here, there = (getattr(each, name) for each in own)
+            if here is not there:  # the recipe has one of its own
+                return {}
         return {"runs_original": _runs_original_beside(cls.bypassed)}
 
     def _in_training(self) -> bool:

@@ -129,7 +129,7 @@ def unpatch_module(module: PatchedAttention) -> None:
         )
     wake(module, module.resting)
     del module._modules[SUBMODULE]
-    for name in ("_seal", "resting"):
+    for name in ("_seal", "_is_broken", "_child_names", "resting"):
         module.__dict__.pop(name, None)
     hooks = module._load_state_dict_post_hooks
     for key in [key for key, hook in hooks.items() if hook in (_seal_if_loaded, seal_if_loaded)]:
@@ -175,7 +175,7 @@ def unpatch_owner(module: PatchedOwner) -> None:
     """Put the original class back."""
     for name in ("_consumers", "_lean", "_seal"):
         del module.__dict__[name]
-    for name in ("_consumer_names", "_found_stale"):
+    for name in ("_consumer_names", "_child_names", "_found_stale"):
         module.__dict__.pop(name, None)
     names = {aside(name): name for name in module.replaced}
     swap_class(module, module.original_class)

@@ -37,7 +37,7 @@ class PreparedBias:
     # compiled code would ask the dictionary of an instance whether it hides a method
     __slots__ = (
         "__weakref__", "_alike", "_fleeting", "_forms", "_group", "_kept", "_parts", "bias",
-        "flat", "is_empty", "requires_grad", "traced",
+        "flat", "held_by", "is_empty", "requires_grad", "traced",
     )  # fmt: skip
 
     def __init__(self, bias: ScoreBias, once: bool = False) -> None:
@@ -58,6 +58,8 @@ class PreparedBias:
         self._group: _Alike | None = None
         #: the same, and forms that were made of it, in dictionaries alone, see `TracedBias`
         self.flat: dict[Any, Any] = {}
+        #: who keeps it, and as which of those that it keeps, see `Holder`
+        self.held_by: tuple[weakref.ref[Any], Hashable] | None = None
         # terms that ask for gradients are not frozen, and what a trace makes is not real
         if not (once or self.requires_grad or torch.compiler.is_compiling()):
             self._alike, self._group = _join(self)
@@ -99,15 +101,21 @@ class PreparedBias:
         for form in forms:
             if form not in self._forms:
                 self._forms[form] = self._make(form)
-            if self.flat and form not in self.flat["forms"]:
-                made = self._forms[form]
-                tensors: dict[Any, Any] = dict(enumerate(made.tensors))
-                self.flat["forms"][form] = {"spec": made.spec, "count": len(tensors), **tensors}
+            for flat in self._flats():
+                if form not in flat["forms"]:
+                    made = self._forms[form]
+                    tensors: dict[Any, Any] = dict(enumerate(made.tensors))
+                    flat["forms"][form] = {"spec": made.spec, "count": len(tensors), **tensors}
             self.traced.add(form)
 
-    def made(self, form: Form) -> PackedBias:
-        """A form that `make_forms` has made."""
-        return self._forms[form]
+    def _flats(self) -> list[dict[Any, Any]]:
+        """`flat`, and the copy of it that its holder may have come to have.
+
+        torch.export puts copies of all dictionaries in their place.
+        """
+        holder, which = (None, None) if self.held_by is None else self.held_by
+        kept = None if holder is None or (alive := holder()) is None else alive.flat.get(which)
+        return [flat for flat in (self.flat, None if kept is self.flat else kept) if flat]
 
     def _make(self, form: Form) -> PackedBias:
         """Tensors for calls in every mode; autocast would cast some of them."""
@@ -234,18 +242,12 @@ def fixed_by(alike: str) -> Fixed:
 
 
 def make_outside_of_the_graph(alike: str, *form: Any) -> None:
-    """Make a form for all biases of a group, with tensors that the trace does not know.
-
-    They stay where they are, as weights do: a CUDA graph reads them there, and copies nothing.
-    """
-    from torch._dynamo import mark_static_address
+    """Make a form for all biases of a group, with tensors that the trace does not know."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         for bias in tuple(_GROUPS[alike].members):
             bias.make_forms([form])
-            for tensor in bias.made(form).tensors:
-                mark_static_address(tensor, guard=False)  # elsewhere, it is recorded anew
 
 
 # torch.compile runs it while it traces, and takes the answer for a constant; see `device_problem`
