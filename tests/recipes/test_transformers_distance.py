@@ -153,7 +153,7 @@ def test_other_weights_bring_their_bias(case: Case) -> None:
     parity.check_follows_weights(case)
 
 
-@pytest.mark.parametrize("name", ["mpnet right", "t5 right", "umt5 right"])
+@pytest.mark.parametrize("name", ["mpnet right", "t5 right", "mt5 right", "umt5 right"])
 def test_a_folder_converts_and_loads(name: str, tmp_path: Path) -> None:
     parity.check_folder(CASES[name], tmp_path)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashbias_convert import inspect_model, patch_model
 from tests.recipes import model_parity as parity
-from tests.recipes.model_parity import Case, randomised
+from tests.recipes.model_parity import PATHS, Case, randomised
 
 transformers = pytest.importorskip("transformers")
 
@@ -89,10 +89,10 @@ CASES["longt5, blocks not full"] = case("longt5", True, n=22)
 CASES["longt5 global, blocks not full"] = case("longt5 global", True, n=22)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "backend"), PATHS)
 @pytest.mark.parametrize("name", CASES)
-def test_values(name: str, dtype: torch.dtype) -> None:
-    parity.check_values(CASES[name], dtype)
+def test_values(name: str, dtype: torch.dtype, backend: str) -> None:
+    parity.check_values(CASES[name], dtype, backend)
 
 
 @pytest.mark.parametrize("name", [f"{name} padded" for name in MAKE])
@@ -110,7 +110,7 @@ def test_other_weights_bring_their_bias(name: str) -> None:
     parity.check_follows_weights(CASES[name])
 
 
-@pytest.mark.parametrize("name", ["switch", "longt5 global"])
+@pytest.mark.parametrize("name", MAKE)
 def test_a_folder_converts_and_loads(name: str, tmp_path: Path) -> None:
     parity.check_folder(CASES[name], tmp_path)
 

@@ -74,9 +74,13 @@ def test_non_square_windows_are_not_transposed() -> None:
     assert table.shape == (2, 7 * 15)
 
 
-def test_half_precision_is_as_good_as_the_original() -> None:
-    model = make().bfloat16()
-    plan = check_model(model, image().bfloat16())
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [(torch.bfloat16, "sdpa"), (torch.bfloat16, "eager"), (torch.float16, "eager")],
+)
+def test_half_precision_is_as_good_as_the_original(dtype: torch.dtype, backend: str) -> None:
+    model = make().to(dtype)
+    plan = check_model(model, image().to(dtype), backend=backend)
     for site in plan.sites:
         assert any("off by up to" in warning for warning in site.warnings)
         assert site.bias is not None
