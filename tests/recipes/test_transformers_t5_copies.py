@@ -87,12 +87,22 @@ def case(name: str, padded: bool, n: int = N) -> Case:
 CASES = {f"{name}{' padded' * p}": case(name, bool(p)) for name in MAKE for p in (0, 1)}
 CASES["longt5, blocks not full"] = case("longt5", True, n=22)
 CASES["longt5 global, blocks not full"] = case("longt5 global", True, n=22)
+#: where no key of a block is real, the softmax of the original divides zero by zero in float16
+MASKED_BY_TEN_BILLIONS = ("longt5 padded", "longt5, blocks not full")
 
 
 @pytest.mark.parametrize(("dtype", "backend"), PATHS)
 @pytest.mark.parametrize("name", CASES)
 def test_values(name: str, dtype: torch.dtype, backend: str) -> None:
+    if dtype == torch.float16 and name in MASKED_BY_TEN_BILLIONS:
+        require_finite(CASES[name], dtype)
     parity.check_values(CASES[name], dtype, backend)
+
+
+def require_finite(case: Case, dtype: torch.dtype) -> None:
+    """Skip where the original gives no numbers: ten billions are infinite in half precision."""
+    if not case.output(case.make().to(dtype)).isfinite().all():
+        pytest.skip(f"the original gives NaN in {dtype}")
 
 
 @pytest.mark.parametrize("name", [f"{name} padded" for name in MAKE])
