@@ -105,6 +105,15 @@ def require_finite(case: Case, dtype: torch.dtype) -> None:
         pytest.skip(f"the original gives NaN in {dtype}")
 
 
+@pytest.mark.parametrize("name", MASKED_BY_TEN_BILLIONS)
+def test_half_precision_is_right_where_the_original_gives_no_numbers(name: str) -> None:
+    case = CASES[name]
+    model = case.make().half()
+    truth = case.truth(model)
+    case.patched(model, "eager")
+    assert (case.output(model) - truth).abs().max() < 0.02 * truth.abs().max()
+
+
 @pytest.mark.parametrize("name", [f"{name} padded" for name in MAKE])
 def test_comes_and_goes(name: str) -> None:
     parity.check_comes_and_goes(CASES[name])
