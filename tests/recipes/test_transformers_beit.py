@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from flashbias_convert.attention.backends import BackendFallbackWarning
 from flashbias_convert.built_terms import cls_window_table
 from flashbias_convert.fallback import _warn as say_original
 from flashbias_convert.recipes.transformers_beit import resized
+from tests.recipes.model_parity import in_a_folder
 from tests.recipes.parity import CHECKS, ONCE, Case, check_float16, check_training, original
 from tests.support import assert_parity
 
@@ -202,6 +204,10 @@ def test_dpt_estimates_the_same_depth(size: tuple[int, int], check: Callable[[Ca
 
 def test_dpt_trains_as_before() -> None:
     check_training(DPT)
+
+
+def test_a_folder_of_dpt_converts_and_loads(tmp_path: Path) -> None:
+    in_a_folder(DPT, tmp_path)
 
 
 def test_a_model_without_relative_positions_has_nothing_to_convert() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flashbias_convert import inspect_model
+from tests.recipes.model_parity import in_a_folder
 from tests.recipes.parity import CHECKS, Case, check_float16, check_state_dict, check_training
 
 transformers = pytest.importorskip("transformers")
@@ -50,6 +52,10 @@ def test_parity(case: Case, check: Callable[[Case], None]) -> None:
 @pytest.mark.parametrize("check", (check_training, check_state_dict))
 def test_changes(check: Callable[[Case], None]) -> None:
     check(CASES[0])
+
+
+def test_a_folder_converts_and_loads(tmp_path: Path) -> None:
+    in_a_folder(CASES[0], tmp_path)
 
 
 @torch.no_grad()
