@@ -111,6 +111,6 @@ recipe = Recipe(
         ),
         truncated="position bias",
         n="window: 64 to 576",
-        tested="spandrel 0.4 (Swin2SR), Microsoft's code, a class of the same interface",
+        tested="spandrel 0.4 (Swin2SR), a class of the same interface as Microsoft's",
     ),
 )

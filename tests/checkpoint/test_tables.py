@@ -58,10 +58,11 @@ def output(model: nn.Module, x: Tensor) -> Tensor:
     return out.last_hidden_state if found is None else found
 
 
-def check(name: str, args: dict[str, Any], size: int, path: Path) -> None:
+def check(name: str, args: dict[str, Any], size: int, path: Path, frames: int = 0) -> None:
     model = build_model(as_architecture(name, args))
     randomise(model)
-    x = torch.randn(1, 3, size, size, generator=torch.Generator().manual_seed(1))
+    shape = (1, 3, frames, size, size) if frames else (1, 3, size, size)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     plain = output(model, x)
     save_file({k: v.clone() for k, v in model.state_dict().items()}, path)
     done = convert_checkpoint(path, arch=name, arch_args=args, options=EXACT)
@@ -81,18 +82,26 @@ def test_a_converted_file_loads_as_the_same_model(name: str, tmp_path: Path) -> 
     check(*MODELS[name], tmp_path / "model.safetensors")
 
 
-def test_a_model_of_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["Swin", "Swin V2", "Video Swin"])
+def test_a_model_of_torchvision(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models = pytest.importorskip("torchvision.models")
+    frames = 4 if kind == "Video Swin" else 0
+    ahead = [2] if frames else []
 
     def tiny_swin(*, weights: Any = None, **kwargs: Any) -> nn.Module:
         assert weights is None
-        return models.SwinTransformer(  # type: ignore[no-any-return]
-            patch_size=[2, 2], embed_dim=16, depths=[2, 1], num_heads=[1, 2], window_size=[4, 4],
-            **kwargs,
+        images = models.swin_transformer
+        if kind == "Swin V2":
+            kwargs |= {"block": images.SwinTransformerBlockV2}
+            kwargs |= {"downsample_layer": images.PatchMergingV2}
+        cls = models.video.SwinTransformer3d if frames else models.SwinTransformer
+        return cls(  # type: ignore[no-any-return]
+            patch_size=[*ahead, 2, 2], embed_dim=16, depths=[2, 1], num_heads=[1, 2],
+            window_size=[*ahead, 4, 4], **kwargs,
         )  # fmt: skip
 
     monkeypatch.setitem(models._api.BUILTIN_MODELS, "tiny_swin", tiny_swin)
-    check("torchvision:tiny_swin", {"num_classes": 5}, 32, tmp_path / "model.safetensors")
+    check("torchvision:tiny_swin", {"num_classes": 5}, 32, tmp_path / "model.safetensors", frames)
 
 
 def test_architectures_of_torchvision_are_known_by_name_only() -> None:

@@ -24,6 +24,7 @@ from flashbias_convert.checkpoint import convert_checkpoint
 from flashbias_convert.options import DecomposeOptions
 from flashbias_convert.plan import Plan
 from flashbias_convert.swap import patched_modules
+from tests.recipes import parity
 from tests.support import Float64Throughout, Nearby, assert_parity, nudged
 
 #: dtypes and backends that a recipe is tried with
@@ -231,6 +232,16 @@ def check_folder(case: Case, folder: Path) -> None:
     loaded = load_model(done.output, backend="sdpa")
     case.patched(model)
     assert torch.equal(case.output(loaded), case.output(model))
+
+
+def in_a_folder(case: parity.Case, folder: Path) -> None:
+    """`check_folder` of a case of `parity`, with its terms exact."""
+
+    def run(model: Any) -> Tensor:
+        return case.run(model, case.inputs())
+
+    exact = {"method": "exact"}
+    check_folder(Case(case.model, run, (), {"patched": case.sites}, exact), folder)
 
 
 def check_file(case: Case, folder: Path, dtype: torch.dtype = torch.float32) -> None:

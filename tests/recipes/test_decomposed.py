@@ -149,12 +149,28 @@ def test_values(name: str, dtype: torch.dtype, backend: str) -> None:
     parity.check_values(CASES[name], dtype, backend)
 
 
-@pytest.mark.parametrize("cls", [(k, c) for k, classes in COPIES.items() for c in classes])
-def test_copies_of_sam(cls: tuple[str, str]) -> None:
+COPY = pytest.mark.parametrize("cls", [(k, c) for k, found in COPIES.items() for c in found])
+
+
+def alone(cls: tuple[str, str]) -> Case:
+    return Case(lambda: randomised(Alone(*cls), rel_pos=0.7), on_a_map, BIAS, {"patched": 1})
+
+
+@pytest.mark.parametrize(("dtype", "backend"), PATHS)
+@COPY
+def test_copies_of_sam(cls: tuple[str, str], dtype: torch.dtype, backend: str) -> None:
     """Maps of another size than the tables: they are interpolated."""
-    case = Case(lambda: randomised(Alone(*cls), rel_pos=0.7), on_a_map, BIAS, {"patched": 1})
-    parity.check_values(case, torch.float32)
-    parity.check_values(case, torch.bfloat16)
+    parity.check_values(alone(cls), dtype, backend)
+
+
+@COPY
+def test_copies_of_sam_train_as_before(cls: tuple[str, str]) -> None:
+    parity.check_training(alone(cls))
+
+
+@COPY
+def test_files_of_copies_of_sam(cls: tuple[str, str], tmp_path: Path) -> None:
+    parity.check_file(alone(cls), tmp_path)
 
 
 def test_comes_and_goes(case: Case) -> None:
@@ -169,7 +185,7 @@ def test_other_weights_bring_their_bias(case: Case) -> None:
     parity.check_follows_weights(case)
 
 
-@pytest.mark.parametrize("name", ["sam", "vitdet"])
+@pytest.mark.parametrize("name", ["sam", "sam_hq", "vitdet"])
 def test_a_folder_converts_and_loads(name: str, tmp_path: Path) -> None:
     parity.check_folder(CASES[name], tmp_path)
 

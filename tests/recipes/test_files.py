@@ -26,8 +26,11 @@ from tests.recipes import (  # noqa: E402
     test_timm_rel_pos,
     test_timm_windows,
     test_torchvision_maxvit,
+    test_torchvision_swin,
+    test_transformers_beit,
     test_transformers_swin,
     test_window_attention,
+    test_zoedepth,
 )
 
 _SWINS = {case.name: case for case in test_transformers_swin.CASES}
@@ -38,6 +41,9 @@ WEIGHTED = [
     test_timm_windows.CR,
     test_timm_windows.GC,
     test_torchvision_maxvit.MAXVIT,
+    *(test_torchvision_swin.V1, test_torchvision_swin.V2, test_torchvision_swin.V3D),
+    test_transformers_beit.DPT,
+    test_zoedepth.CASES[0],
     *test_window_attention.CASES,
     test_hat_overlap.HALF,
     *test_monai.CASES,

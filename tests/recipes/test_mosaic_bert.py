@@ -101,7 +101,7 @@ def inputs(n: int = N) -> tuple[Tensor, Tensor]:
     return x.bfloat16().float(), mask
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @torch.no_grad()
 def test_values(dtype: torch.dtype, backend: str) -> None:

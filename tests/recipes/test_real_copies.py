@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,3 +109,8 @@ def test_values(name: str, dtype: torch.dtype, backend: str) -> None:
 def test_comes_and_goes(name: str) -> None:
     parity.check_comes_and_goes(CASES[name], pickles=name != "BEATs")  # its weight norm is not
     parity.check_training(CASES[name], together=name == "BEATs")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "BEATs"])
+def test_a_file_loads(name: str, tmp_path: Path) -> None:
+    parity.check_file(CASES[name], tmp_path)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from flashbias_convert import inspect_model, patch_model
-from tests.recipes.parity import original, randomise
-from tests.support import assert_parity
+from flashbias_convert import inspect_model
+from tests.recipes import model_parity as parity
+from tests.recipes.model_parity import PATHS, Case
+from tests.recipes.parity import randomise
 
 transformers = pytest.importorskip("transformers")
 
@@ -73,7 +75,7 @@ def test_the_sites_are_those_of_the_backbone(name: str) -> None:
 
 
 def pixels(model: Any) -> Tensor:
-    made = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+    made = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
     return made.to(next(model.parameters()).dtype)
 
 
@@ -90,27 +92,50 @@ def encoded(model: Any) -> Tensor:
 
 def maps(model: Any) -> Tensor:
     """The backbone in its place; which boxes are looked at further may follow rounding."""
-    seen = torch.ones(1, 64, 64, dtype=torch.long)
+    seen = torch.ones(2, 64, 64, dtype=torch.long)
     found = model.backbone(pixels(model), seen)
     features = found[0] if isinstance(found, tuple) else found
     return torch.cat([feature.flatten() for feature, _ in features])
 
 
-@pytest.mark.parametrize(
-    ("name", "run"), [("UperNet", segmented), ("Mask2Former", encoded), ("Grounding DINO", maps)]
-)
-def test_the_model_computes_the_same(name: str, run: Callable[[Any], Tensor]) -> None:
+def detected(model: Any) -> Tensor:
+    """All of it, where both models compute the same bits."""
+    words = torch.tensor([[5, 6, 7, 8]]).expand(2, -1)
+    found: Tensor = model(pixels(model), input_ids=words).last_hidden_state
+    return found
+
+
+RUN = {"UperNet": segmented, "Mask2Former": encoded, "Grounding DINO": maps}
+WHOLE = {**RUN, "Grounding DINO": detected}
+
+
+def drawn(make: Callable[[], Any]) -> Any:
+    """A model in eval mode, always the same."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = MAKE[name][0]().eval()
+        model = make().eval()
         randomise(model)
-    with torch.no_grad():
-        plain, truth = run(model), run(original(model).double())
-        patch_model(model, method="exact", backend="sdpa", force_all=True)
-        out = run(model)
-        assert_parity(out, plain, truth)
-        bare = original(model)
-        for parameter_name, parameter in bare.named_parameters():
-            if "relative_position_bias_table" in parameter_name:
-                parameter.zero_()
-        assert (run(bare) - plain).abs().max() > 100 * (plain - truth).abs().max()
+    return model
+
+
+def case(name: str, runs: dict[str, Callable[[Any], Tensor]] = RUN) -> Case:
+    make, sites = MAKE[name]
+    bias = ("relative_position_bias_table",)
+    exact = {"method": "exact"}
+    return Case(lambda: drawn(make), runs[name], bias, {"patched": sites}, exact)
+
+
+@pytest.mark.parametrize(("dtype", "backend"), PATHS)
+@pytest.mark.parametrize("name", MAKE)
+def test_the_model_computes_the_same(name: str, dtype: torch.dtype, backend: str) -> None:
+    parity.check_values(case(name), dtype, backend)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_training_is_the_original(name: str) -> None:
+    parity.check_training(case(name, WHOLE))
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_a_folder_converts_and_loads(name: str, tmp_path: Path) -> None:
+    parity.check_folder(case(name, WHOLE), tmp_path)

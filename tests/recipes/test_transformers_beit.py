@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from flashbias_convert.attention.backends import BackendFallbackWarning
 from flashbias_convert.built_terms import cls_window_table
 from flashbias_convert.fallback import _warn as say_original
 from flashbias_convert.recipes.transformers_beit import resized
-from tests.recipes.parity import CHECKS, ONCE, Case, original
+from tests.recipes.model_parity import in_a_folder
+from tests.recipes.parity import CHECKS, ONCE, Case, check_float16, check_training, original
 from tests.support import assert_parity
 
 transformers = pytest.importorskip("transformers")
@@ -187,10 +189,25 @@ def dpt() -> nn.Module:
     return transformers.DPTForDepthEstimation(config)  # type: ignore[no-any-return]
 
 
+def dpt_case(*size: int) -> Case:
+    return Case("DPT", dpt, (1, 3, *size), lambda m, x: m(x).predicted_depth, sites=2)
+
+
+DPT = dpt_case(20, 20)
+
+
 @pytest.mark.parametrize("size", [(20, 20), (28, 12)])
-@pytest.mark.parametrize("check", CHECKS[:2])
+@pytest.mark.parametrize("check", (*CHECKS[:2], check_float16))
 def test_dpt_estimates_the_same_depth(size: tuple[int, int], check: Callable[[Case], None]) -> None:
-    check(Case("DPT", dpt, (1, 3, *size), lambda m, x: m(x).predicted_depth, sites=2))
+    check(dpt_case(*size))
+
+
+def test_dpt_trains_as_before() -> None:
+    check_training(DPT)
+
+
+def test_a_folder_of_dpt_converts_and_loads(tmp_path: Path) -> None:
+    in_a_folder(DPT, tmp_path)
 
 
 def test_a_model_without_relative_positions_has_nothing_to_convert() -> None:

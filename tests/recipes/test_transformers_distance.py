@@ -153,7 +153,7 @@ def test_other_weights_bring_their_bias(case: Case) -> None:
     parity.check_follows_weights(case)
 
 
-@pytest.mark.parametrize("name", ["mpnet right", "t5 right", "umt5 right"])
+@pytest.mark.parametrize("name", ["mpnet right", "t5 right", "mt5 right", "umt5 right"])
 def test_a_folder_converts_and_loads(name: str, tmp_path: Path) -> None:
     parity.check_folder(CASES[name], tmp_path)
 
@@ -255,7 +255,7 @@ def test_pieces_give_what_the_whole_gives(name: str, padded: bool) -> None:
             parts.append(out.last_hidden_state)
     real = torch.ones_like(ids).bool() if mask is None else mask.bool()
     whole, parts_together = whole[real], torch.cat(parts, 1)[real]
-    torch.testing.assert_close(parts_together, whole, rtol=1e-4, atol=1e-5)
+    assert (parts_together - whole).abs().max() < 1e-5
 
 
 # -- sites and owners ----------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -223,6 +224,46 @@ def test_a_padded_token_stays_finite_where_the_original_does_not() -> None:
         assert not last(model, x).isfinite().all()
         patch_model(model, backend="sdpa")
         assert last(model, x).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["Swin", "Swinv2", "DonutSwin"])
+def test_a_map_of_one_window_ends_shifts_as_in_the_original(kind: str) -> None:
+    """`set_shift_and_window_size` of Swin and Donut sets them to zero for the calls after, too."""
+    one = case(kind, kind, depths=[2], num_heads=[2], sites=2)
+    model = one.model()
+    plain, truth = copy.deepcopy(model), copy.deepcopy(model).double()
+    one.patch(model)
+    for side in (32, 8, 32):
+        x = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(1))
+        expected, true = one.output(plain, x), one.output(truth, x.double())
+        assert_parity(one.output(model, x), expected, true)
+        assert shifted(model).shift_size == shifted(plain).shift_size
+        assert shifted(model).window_size == shifted(plain).window_size
+
+
+@pytest.mark.parametrize("size", [(4, 4), (6, 20)])
+def test_a_map_smaller_than_its_window_is_refused(size: tuple[int, int]) -> None:
+    """`set_shift_and_window_size` makes the window as small, the bias stays: an error before, too.
+
+    That of Swin V2 does not, and pads the map.
+    """
+    for one in (SWIN, DONUT):
+        model = one.model()
+        plain = copy.deepcopy(model)
+        one.patch(model)
+        x = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(1))
+        with pytest.raises(RuntimeError):
+            one.output(plain, x)
+        with pytest.raises(ValueError, match="is for 16 queries, the call has"):
+            one.output(model, x)
+    small = dataclasses.replace(SWINV2, size=(2, 3, *size))
+    small.agrees(patched_version(small), small.inputs())
+
+
+def patched_version(case: Case) -> Any:
+    model = case.model()
+    case.patch(model)
+    return model
 
 
 def test_short_windows_are_left_alone_with_their_layers() -> None:

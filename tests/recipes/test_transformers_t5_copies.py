@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashbias_convert import inspect_model, patch_model
 from tests.recipes import model_parity as parity
-from tests.recipes.model_parity import Case, randomised
+from tests.recipes.model_parity import PATHS, Case, randomised
 
 transformers = pytest.importorskip("transformers")
 
@@ -87,12 +87,31 @@ def case(name: str, padded: bool, n: int = N) -> Case:
 CASES = {f"{name}{' padded' * p}": case(name, bool(p)) for name in MAKE for p in (0, 1)}
 CASES["longt5, blocks not full"] = case("longt5", True, n=22)
 CASES["longt5 global, blocks not full"] = case("longt5 global", True, n=22)
+#: where no key of a block is real, the softmax of the original divides zero by zero in float16
+MASKED_BY_TEN_BILLIONS = ("longt5 padded", "longt5, blocks not full")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "backend"), PATHS)
 @pytest.mark.parametrize("name", CASES)
-def test_values(name: str, dtype: torch.dtype) -> None:
-    parity.check_values(CASES[name], dtype)
+def test_values(name: str, dtype: torch.dtype, backend: str) -> None:
+    if dtype == torch.float16 and name in MASKED_BY_TEN_BILLIONS:
+        require_finite(CASES[name], dtype)
+    parity.check_values(CASES[name], dtype, backend)
+
+
+def require_finite(case: Case, dtype: torch.dtype) -> None:
+    """Skip where the original gives no numbers: ten billions are infinite in half precision."""
+    if not case.output(case.make().to(dtype)).isfinite().all():
+        pytest.skip(f"the original gives NaN in {dtype}")
+
+
+@pytest.mark.parametrize("name", MASKED_BY_TEN_BILLIONS)
+def test_half_precision_is_right_where_the_original_gives_no_numbers(name: str) -> None:
+    case = CASES[name]
+    model = case.make().half()
+    truth = case.truth(model)
+    case.patched(model, "eager")
+    assert (case.output(model) - truth).abs().max() < 0.02 * truth.abs().max()
 
 
 @pytest.mark.parametrize("name", [f"{name} padded" for name in MAKE])
@@ -110,7 +129,7 @@ def test_other_weights_bring_their_bias(name: str) -> None:
     parity.check_follows_weights(CASES[name])
 
 
-@pytest.mark.parametrize("name", ["switch", "longt5 global"])
+@pytest.mark.parametrize("name", MAKE)
 def test_a_folder_converts_and_loads(name: str, tmp_path: Path) -> None:
     parity.check_folder(CASES[name], tmp_path)
 

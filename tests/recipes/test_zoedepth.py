@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 from torch import Tensor
 
 from flashbias_convert import inspect_model
-from tests.recipes.parity import Case, check_float32, check_the_bias_matters
+from tests.recipes.model_parity import in_a_folder
+from tests.recipes.parity import CHECKS, Case, check_float16, check_state_dict, check_training
 
 transformers = pytest.importorskip("transformers")
 
@@ -35,15 +38,24 @@ def depth(model: Any, x: Tensor) -> Tensor:
 
 
 CASES = [
-    Case(f"{height} x {width}", zoedepth, (2, 3, height, width), depth, sites=4)
+    Case(f"ZoeDepth, {height} x {width}", zoedepth, (2, 3, height, width), depth, sites=4)
     for height, width in ((64, 64), (96, 64))
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_parity(case: Case) -> None:
-    check_float32(case)
-    check_the_bias_matters(case)
+@pytest.mark.parametrize("check", (*CHECKS, check_float16))
+def test_parity(case: Case, check: Callable[[Case], None]) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("check", (check_training, check_state_dict))
+def test_changes(check: Callable[[Case], None]) -> None:
+    check(CASES[0])
+
+
+def test_a_folder_converts_and_loads(tmp_path: Path) -> None:
+    in_a_folder(CASES[0], tmp_path)
 
 
 @torch.no_grad()

@@ -54,7 +54,7 @@ def test_pieces_give_what_the_whole_gives(name: str) -> None:
             )
         parts.append(out.logits)
     real = mask.bool()
-    torch.testing.assert_close(torch.cat(parts, 1)[real], whole[real], rtol=1e-4, atol=1e-5)
+    assert (torch.cat(parts, 1)[real] - whole[real]).abs().max() < 1e-5
 
 
 def test_a_mask_that_forgets_the_cached_tokens_is_refused(name: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from flashbias_convert import inspect_model, patched, unpatch_model
 from tests.support import assert_parity
@@ -70,13 +71,31 @@ def test_non_square_windows_are_not_transposed() -> None:
     model = make(img_size=(32, 48), window_size=(4, 8))
     site = inspect_model(model, method="exact").sites[0]
     assert site.bias is not None and site.n == 32
-    table = site.bias.terms[0].tensors()["table"]
-    assert table.shape == (2, 7 * 15)
+    term = site.bias.terms[0]
+    assert term.tensors()["table"].shape == (2, 7 * 15)  # transposed, it would have as many
+    expected = made_by_definition(model.layers[0].blocks[0].attn, (4, 8))
+    torch.testing.assert_close(term.dense(32, 32), expected, rtol=1e-5, atol=1e-5)
+    turned = expected.view(2, 4, 8, 4, 8).permute(0, 2, 1, 4, 3).reshape(2, 32, 32)
+    assert (turned - expected).abs().max() > 0.1
 
 
-def test_half_precision_is_as_good_as_the_original() -> None:
-    model = make().bfloat16()
-    plan = check_model(model, image().bfloat16())
+@torch.no_grad()
+def made_by_definition(attn: Any, window: tuple[int, int]) -> Tensor:
+    """The bias (H, N, N) of two tokens from their rows and columns, without timm's buffers."""
+    axes = torch.meshgrid(*(torch.arange(float(side)) for side in window), indexing="ij")
+    places = torch.stack(axes, -1).flatten(0, 1)
+    off = (places[:, None] - places[None]) / torch.tensor([side - 1.0 for side in window])
+    bias: Tensor = attn.cpb_mlp(off.sign() * torch.log2(1 + 8 * off.abs()) / 3)
+    return 16 * bias.sigmoid().permute(2, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [(torch.bfloat16, "sdpa"), (torch.bfloat16, "eager"), (torch.float16, "eager")],
+)
+def test_half_precision_is_as_good_as_the_original(dtype: torch.dtype, backend: str) -> None:
+    model = make().to(dtype)
+    plan = check_model(model, image().to(dtype), backend=backend)
     for site in plan.sites:
         assert any("off by up to" in warning for warning in site.warnings)
         assert site.bias is not None
