@@ -148,7 +148,7 @@ def _published(row: dict[str, str]) -> str:
 def draw_lengths(rows: Sequence[dict[str, str]], path: Path, title: str) -> None:
     """Milliseconds, memory and memory of the biases by length, a line per variant.
 
-    What failed is marked at the top: out of memory, or for another reason.
+    What failed, or is wrong, is marked at the top: out of memory, or for another reason.
 
     Args:
         rows: of models whose names end in their length; the rest of the name makes a row of panels.
@@ -174,14 +174,18 @@ def draw_lengths(rows: Sequence[dict[str, str]], path: Path, title: str) -> None
         handles, labels = line[0].get_legend_handles_labels()
         line[-1].legend(handles, labels, fontsize=7, loc="upper left", bbox_to_anchor=(1.02, 1.0),
                         borderaxespad=0.0)  # fmt: skip
-    lost = {row["reason"] for row in rows if row["status"] == "failed"}
+    lost = {row["reason"] for row in rows if row["status"] in _LOST}
     note = "; x: out of memory" if _OUT_OF_MEMORY in lost else ""
-    note += "; +: failed" if lost - {_OUT_OF_MEMORY} else ""
+    note += "; +: failed, or wrong" if lost - {_OUT_OF_MEMORY} else ""
     _title(figure, title, [{**rows[0], "dtype": f"{rows[0]['dtype']}{note}"}, *rows[1:]])
     figure.savefig(path, dpi=110)
 
 
 _AXES = {"median_ms": "ms, median", "peak_mib": "MiB beyond weights", "bias_mib": "MiB of bias"}
+
+
+#: states of rows that have no place in a line
+_LOST = ("failed", "wrong")
 
 
 def _kind(row: dict[str, str]) -> str:
@@ -228,7 +232,7 @@ def _line(ax: Any, rows: Sequence[dict[str, str]], column: str) -> None:
 
 def _failures(ax: Any, rows: Sequence[dict[str, str]]) -> None:
     """Marks at the top, below each other, in the colours of their lines."""
-    lost = [row for row in rows if row["status"] == "failed"]
+    lost = [row for row in rows if row["status"] in _LOST]
     order = sorted({row["variant"] for row in lost}, key=_place)
     _, known = ax.get_legend_handles_labels()
     if lost:  # above everything that is measured
