@@ -193,8 +193,8 @@ class ScoreBiasModule(SavedTerms):
         accelerate, `torch.func.functional_call` and the replicas of `nn.DataParallel` put others
         into the dictionaries of modules.
         """
-        if torch.compiler.is_compiling():
-            return device is None or self._made_on is None or self._made_on == str(device)
+        if torch.compiler.is_compiling():  # `prepared` knows where they are needed
+            return self._made_on is None or self._made_on == str(device)
         # a list is made faster than a generator is gone through
         return not self._prepared or _are(self._held(), self._made_of)
 

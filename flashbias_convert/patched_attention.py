@@ -166,16 +166,13 @@ class PatchedAttention(Composed):
 
     @classmethod
     def composed_methods(cls) -> dict[str, Callable[..., Any]]:
-        own = (PatchedAttention, cls)
         for name in ("runs_original", "_in_training", "trains_terms"):
-            here, there = (getattr(each, name) for each in own)
-            if here is not there:  # the recipe has one of its own
-                return {}
+            if getattr(cls, name) is not getattr(PatchedAttention, name):
+                return {}  # the recipe has one of its own
         return {"runs_original": _runs_original_beside(cls.bypassed)}
 
     def _in_training(self) -> bool:
-        children = [self._modules.get(name) for name in self.bypassed]
-        return self.training or any(child is not None and child.training for child in children)
+        return _trains(self, self.bypassed)
 
     @property
     def trains_terms(self) -> bool:
@@ -366,17 +363,15 @@ def _runs_original_beside(bypassed: tuple[str, ...]) -> Callable[[PatchedAttenti
     """`runs_original` of a class that bypasses children of these names."""
 
     def runs_original(self: PatchedAttention) -> bool:
-        if self.score_bias.trained:
-            return False
-        if self.training:
-            return True
-        for name in bypassed:
-            child = self._modules.get(name)
-            if child is not None and child.training:
-                return True
-        return False
+        return not self.score_bias.trained and _trains(self, bypassed)
 
     return runs_original
+
+
+def _trains(module: nn.Module, bypassed: tuple[str, ...]) -> bool:
+    """Whether a module, or a child of it of one of these names, is in training mode."""
+    children = [module._modules.get(name) for name in bypassed]
+    return module.training or any(child is not None and child.training for child in children)
 
 
 def seal_if_loaded(module: nn.Module, _: Any) -> None:

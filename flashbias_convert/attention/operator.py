@@ -138,18 +138,14 @@ def flashbias_attention(
         reference = partial(eager_attention, score_scale=score_scale)
         return gated(without_autocast(q.device, reference, q, k, v, _terms(prepared), args), gate)
     if backend == "sdpa":
-        return gated(
-            without_autocast(q.device, sdpa_attention, q, k, v, _terms(prepared), args), gate
-        )
+        return gated(_by_sdpa(q, k, v, prepared, args), gate)
     training = wants_gradients(q, k, v, prepared, args)
     problem = device_problem(q.device) or call_problem(q, v, prepared)
     if problem is None and training:
         way = training_way(q, k, v, prepared, args, backend=backend, deterministic=deterministic)
         train = partial(training_attention, deterministic=way != "atomics")
         if way == "sdpa":
-            return gated(
-                without_autocast(q.device, sdpa_attention, q, k, v, _terms(prepared), args), gate
-            )
+            return gated(_by_sdpa(q, k, v, prepared, args), gate)
         return gated(without_autocast(q.device, train, q, k, v, prepared, args), gate)
     if problem is None:
         return without_autocast(q.device, triton_attention, q, k, v, prepared, args, score_bound)
@@ -162,6 +158,7 @@ def flashbias_attention(
 
 
 def _terms(prepared: PreparedBias | TracedBias | None) -> ScoreBias | None:
+    """The terms; asked for where they are needed alone, see `TracedBias`."""
     return None if prepared is None else prepared.bias
 
 
@@ -172,6 +169,7 @@ def _by_sdpa(
     prepared: PreparedBias | TracedBias | None,
     args: AttentionArguments,
 ) -> Tensor:
+    """By torch's attention, with factors as columns or a mask."""
     return without_autocast(q.device, sdpa_attention, q, k, v, _terms(prepared), args)
 
 

@@ -113,9 +113,13 @@ class PreparedBias:
 
         torch.export puts copies of all dictionaries in their place.
         """
-        holder, which = (None, None) if self.held_by is None else self.held_by
-        kept = None if holder is None or (alive := holder()) is None else alive.flat.get(which)
-        return [flat for flat in (self.flat, None if kept is self.flat else kept) if flat]
+        found = [self.flat] if self.flat else []
+        if self.held_by is not None:
+            holder, which = self.held_by[0](), self.held_by[1]
+            copied = None if holder is None else holder.flat.get(which)
+            if copied is not None and copied is not self.flat:
+                found.append(copied)
+        return found
 
     def _make(self, form: Form) -> PackedBias:
         """Tensors for calls in every mode; autocast would cast some of them."""
@@ -185,6 +189,7 @@ def _fixed(bias: ScoreBias) -> Fixed:
 
 
 def check_sizes_of_call(own: Fixed, batch: tuple[int, ...], heads: int, n: int, m: int) -> None:
+    """Raise ValueError unless terms that say `own` fit a call; see `PreparedBias.check_fits`."""
     num_heads, terms = own
     if num_heads != heads:
         raise ValueError(f"the bias is for {num_heads} heads, q has {heads}")
