@@ -15,12 +15,12 @@ from torch import Tensor
 
 from .backward import Saved, attention_gradients, empty_gradient
 from .flags import CAUSAL, COSINE, DETERMINISTIC
+from .group_calls import empty_output
 from .launch import launch
 from .library import refuse_gradients, register
 from .normalize import normalize_rows
 from .packing import parse_spec
 from .precision import without_autocast
-from .registration import empty_output
 from .second_derivative import INSTEAD
 from .training_packing import rounded
 

@@ -131,11 +131,9 @@ def launch(
     if plan is _UNKNOWN:
         if len(plans) >= MAX_PLANS:
             plans.clear()
-        settings = _forced or settings_for(
-            device,
-            shape_of(spec, tensors, scale=scale, causal=causal, cosine=cosine, bounded=bounded),
+        plan = plans[key] = plan_of(
+            spec, tensors, scale=scale, causal=causal, cosine=cosine, bounded=bounded
         )
-        plan = plans[key] = _plan(spec, tensors, settings, causal, cosine, bounded, plain_scale)
     if _SMALLER in plans and plan is not None:
         plan = plans.get((_SMALLER, *key, *_alignment(given)), plan)
     while plan is not None:
@@ -166,6 +164,31 @@ def _alignment(tensors: Iterable[Tensor]) -> tuple[bool, ...]:
     return tuple([t.data_ptr() % VECTOR_BYTES == 0 for t in tensors])
 
 
+def plan_of(
+    spec: GroupSpec,
+    tensors: Mapping[str, Tensor],
+    *,
+    scale: float,
+    causal: bool,
+    cosine: bool,
+    bounded: bool = False,
+) -> tuple[Launchable, LaunchSettings] | None:
+    """How a call is launched, and with which settings; see `launch` for the arguments.
+
+    Returns:
+        None where the kernel cannot tell the batch dimensions apart: launch once per leading entry.
+    """
+    options = {"causal": causal, "cosine": cosine, "bounded": bounded}
+    shape = shape_of(spec, tensors, scale=scale, **options)
+    settings = _forced or settings_for(tensors["q"].device, shape)
+    return _plan(spec, tensors, settings, causal, cosine, bounded, _is_plain(tensors, scale))
+
+
+def is_changed() -> bool:
+    """Whether launches are not the usual ones now, or somebody is told of them."""
+    return _observer is not None or _forced is not None or _parts is not None
+
+
 def _plan(
     spec: GroupSpec,
     tensors: Mapping[str, Tensor],
@@ -175,11 +198,7 @@ def _plan(
     bounded: bool,
     plain_scale: bool,
 ) -> tuple[Launchable, LaunchSettings] | None:
-    """Work out arguments and grid; see `launch` for the arguments.
-
-    Returns:
-        None where the kernel cannot tell the batch dimensions apart: launch once per leading entry.
-    """
+    """Work out arguments and grid."""
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
     batch = tuple(q.shape[:-3])
     walked = [name for name in tensors if name not in VECTORS]

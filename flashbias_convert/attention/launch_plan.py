@@ -58,16 +58,19 @@ class LaunchPlan:
         tiles: tuple[str, str, TileDescriptor] | None = None,
     ) -> None:
         place = {name: i for i, name in enumerate(arguments)}
-        self._kernel, self._options = kernel, options
-        self._values = list(arguments.values())
+        self.kernel, self.options, self.programs = kernel, options, grid
+        self._names, self._values = tuple(arguments), list(arguments.values())
         self._tensors = [place[name] for name in tensors]
         self._numbers = [place[name] for name in numbers]
-        self._programs = grid
         flag, rows = whole_rows or ("", ())
         self._flag, self._rows = place.get(flag), [place[name] for name in rows]
         self._tiles = None if tiles is None else (place[tiles[0]], place[tiles[1]], tiles[2])
         #: by which tensors are aligned
         self._compiled: dict[int, DirectLaunch | None] = {}
+
+    def arguments(self) -> dict[str, Any]:
+        """The kernel's by name; what changes between calls is None."""
+        return dict(zip(self._names, self._values, strict=True))
 
     def run(
         self, device: torch.device, tensors: Iterable[Tensor], numbers: Sequence[float] = ()
@@ -89,11 +92,11 @@ class LaunchPlan:
         compiled = self._compiled.get(aligned)
         if compiled is not None:
             # everything that Triton specialises on is in the plan, so its checks can be skipped
-            compiled(self._programs, values)
+            compiled(self.programs, values)
             return
         if self._flag is not None and any(values[i].data_ptr() % VECTOR_BYTES for i in self._rows):
             values[self._flag] = False
-        made = self._kernel[(self._programs,)](*values, **self._options)
+        made = self.kernel[(self.programs,)](*values, **self.options)
         self._compiled[aligned] = direct(made)
 
 

@@ -6,7 +6,7 @@ call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -71,6 +71,35 @@ def register(
     _LIBRARY.impl(name, with_autograd, "Autograd", with_keyset=True)
     torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_LIBRARY)
     return op
+
+
+def open_in_graphs(
+    op: Any, open_up: Callable[..., Any], kernels: Callable[[], Iterable[Any]]
+) -> None:
+    """Let graphs hold what an operator consists of, as those of `torch.library.triton_op` do.
+
+    Args:
+        op: the operator.
+        open_up: rule of `FunctionalTensorMode`, see `torch.library.register_torch_dispatch`; runs
+            operators and kernels of `torch.library.wrap_triton`, or asks the mode for the operator.
+        kernels: all that graphs may come to hold. Graphs on disk are found by their text.
+    """
+    from torch._library.triton import triton_ops_to_kernels
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+    torch.library.register_torch_dispatch(op, FunctionalTensorMode, open_up, lib=_LIBRARY)
+    known: dict[str, Any] = triton_ops_to_kernels
+    known[op._name] = _Later(kernels)
+
+
+class _Later:
+    """What `make` gives, made when somebody goes through it: nothing imports Triton before."""
+
+    def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._make())
 
 
 def refuse_gradients(

@@ -31,21 +31,21 @@ class PartedPlan:
         parts: int,
         rows: int,
     ) -> None:
-        self._first = first
+        self.first = first
         # of each row and part: a sum of values, the level of its weights, and their total
-        self._size = rows * parts * (arguments["DV"] + 2)
+        self.size = rows * parts * (arguments["DV"] + 2)
         taken = [name for name in ("o", "heads") if name in tensors]
         self._taken = [tensors.index(name) for name in taken]
-        self._second = _combining(arguments, taken, parts=parts, rows=rows)
+        self.second = _combining(arguments, taken, parts=parts, rows=rows)
 
     def run(
         self, device: torch.device, tensors: Iterable[Tensor], numbers: Sequence[float] = ()
     ) -> None:
         """Launch on `device`, on which the tensors are."""
         given = tuple(tensors)
-        left = torch.empty(self._size, dtype=torch.float32, device=device)
-        self._first.run(device, (*given, left), numbers)
-        self._second.run(device, (left, *(given[i] for i in self._taken)))
+        left = torch.empty(self.size, dtype=torch.float32, device=device)
+        self.first.run(device, (*given, left), numbers)
+        self.second.run(device, (left, *(given[i] for i in self._taken)))
 
 
 def _combining(

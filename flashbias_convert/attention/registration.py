@@ -1,21 +1,20 @@
 """The Triton kernel as a torch operator: `flashbias_convert::attention`.
 
 The operator takes flat tensors and a specification string, so that torch.compile, torch.export
-and CUDA graphs see one opaque call whose output shape they know.
+and CUDA graphs see one opaque call whose output shape they know; with few queries the compiler sees
+the kernels, see `traced_launch`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from .flags import BOUNDED, CAUSAL, COSINE
+from .group_calls import empty_output, group_calls
 from .launch import launch
-from .library import refuse_gradients, register
-from .normalize import normalize_rows
-from .packing import parse_spec
+from .library import open_in_graphs, refuse_gradients, register
+from .traced_launch import kernels, open_up
 
 
 def _attention(
@@ -33,46 +32,21 @@ def _attention(
     gate: Tensor | None = None,
 ) -> Tensor:
     """Attention by the Triton kernel. Arguments as made by `triton_attention`."""
-    cosine = bool(flags & COSINE)
     out = empty_output(q, v)
-    call = {"q": q, "k": normalize_rows(k) if cosine else k, "v": v, "o": out}
-    if key_mask is not None:
-        call["key_mask"] = key_mask.view(torch.uint8)
-    if query_starts is not None:
-        call["starts"] = query_starts
-    if head_scale is not None:
-        call["scale"] = head_scale
-    if gate is not None:
-        call["gate"] = gate
-    first = 0
-    for group in parse_spec(spec):
-        last = first + len(group.tensors)
-        own = dict(zip(group.tensors, bias_tensors[first:last], strict=True))
+    for call in group_calls(
+        out, q, k, v, bias_tensors, spec, scale, head_scale, key_mask, query_start, query_starts,
+        flags, gate,
+    ):  # fmt: skip
         launch(
-            group,
-            call | own,
-            scale=scale,
-            causal=bool(flags & CAUSAL),
-            query_start=query_start,
-            cosine=cosine,
-            bounded=bool(flags & BOUNDED),
+            call.group,
+            call.tensors,
+            scale=call.scale,
+            causal=call.causal,
+            query_start=call.query_start,
+            cosine=call.cosine,
+            bounded=call.bounded,
         )
-        first = last
     return out
-
-
-def empty_output(q: Tensor, v: Tensor) -> Tensor:
-    """Uninitialised (*batch, H, N, Dv), laid out as (*batch, N, H, Dv).
-
-    Attention modules merge heads next; in this layout that is a view.
-    """
-    *batch, heads, n, _ = q.shape
-    dv = v.shape[-1]
-    strides, step = [dv, heads * dv, 1], heads * n * dv
-    for size in reversed(batch):
-        strides.insert(0, step)
-        step *= size
-    return q.new_empty_strided((*batch, heads, n, dv), strides)  # no view: it may be written to
 
 
 def _without_values(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
@@ -89,3 +63,5 @@ attention_op = register(
         "flashbias_attention with gradients enabled, and it takes the operator that has them"
     ),
 )
+
+open_in_graphs(attention_op, open_up, kernels)

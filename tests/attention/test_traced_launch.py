@@ -1,0 +1,297 @@
+"""Calls of few queries in compiled graphs, which launch the kernels themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode, fake_tensor
+
+from flashbias_convert import ScoreBias
+from flashbias_convert.attention import (
+    PreparedBias,
+    flashbias_attention,
+    launch,
+    traced_launch,
+)
+from flashbias_convert.attention.flags import flags_of
+from flashbias_convert.attention.group_calls import empty_output, group_calls
+from flashbias_convert.attention.local_settings import settings_for
+from flashbias_convert.attention.packing import pack
+from flashbias_convert.attention.parts import MOST_QUERIES
+from tests.support import assert_parity
+
+from .cases import BIASES, Inputs, plain_of, truth_of
+from .conftest import HAS_GPU, INTERPRETED
+
+pytest.importorskip("triton")
+
+SIZES: dict[str, Any] = {"n": 3, "m": 101, "d": 24, "dv": 16, "heads": 2}
+BIASED = (
+    "none", "low_rank-unsplit-ranks", "key_bias-rows", "alibi", "relative_table", "regions",
+    "dense", "lookup", "axial-rows", "diagonal", "all", "heads-differ",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+def arguments_of(x: Inputs, bias: ScoreBias | None, **options: Any) -> tuple[Any, ...]:
+    """Of the operator."""
+    packed = pack(bias or ScoreBias((), x.heads), half=x.dtype != torch.float32)
+    flags = flags_of(causal=options.get("causal", False), cosine=False)
+    given = [options.get(name) for name in ("head_scale", "key_mask", "starts", "gate")]
+    scale, start = options.get("scale", x.q.shape[-1] ** -0.5), x.m - x.n
+    start = 0 if given[2] is not None else start
+    return (
+        x.q, x.k, x.v, packed.tensors, packed.spec, scale, *given[:2], start, given[2], flags,
+        given[3],
+    )  # fmt: skip
+
+
+# -- the kernels of graphs compute what the operator computes --------------------------------------
+
+
+def launched(x: Inputs, bias: ScoreBias | None, **options: Any) -> Tensor:
+    """The kernels of graphs, launched here and now."""
+    arguments = arguments_of(x, bias, **options)
+    out = empty_output(x.q, x.v)
+    planned = traced_launch._planned(group_calls(out, *arguments))
+    assert planned is not None
+    for each in planned:
+        traced_launch._launch(each)
+    return out
+
+
+@pytest.fixture
+def _run_at_once(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
+    if INTERPRETED:
+        # that of torch takes no kernels of the interpreter
+        monkeypatch.setattr(torch.library, "wrap_triton", lambda each: each)
+
+
+@pytest.mark.usefixtures("_run_at_once")
+@pytest.mark.parametrize("name", BIASED)
+def test_biases(name: str, half: torch.dtype, device: torch.device) -> None:
+    x = Inputs(device, half, **SIZES)
+    bias = BIASES[name](x)
+    assert_parity(launched(x, bias), plain_of(x, bias), truth_of(x, bias))
+
+
+@pytest.mark.usefixtures("_run_at_once")
+@pytest.mark.parametrize("parts", [1, 3])
+def test_parts_masks_and_starts(parts: int, dtype: torch.dtype, device: torch.device) -> None:
+    """With a gate, which is never shared out, and without."""
+    x = Inputs(device, dtype, **{**SIZES, "n": 2}, kv_heads=1, batch=(1,))
+    bias = x.bias(x.alibi())
+    starts = torch.tensor([60], device=device)
+    mask = torch.arange(x.m, device=device)[None] >= 5
+    told = {"causal": True, "key_mask": mask, "scale": 0.3}
+    with launch.split_into(parts):
+        out = launched(x, bias, **told, starts=starts)
+    plain, truth = (f(x, bias, **told, query_start=60) for f in (plain_of, truth_of))
+    assert_parity(out, plain, truth)
+    gated = {**told, "gate": x.normal(1, x.heads, x.n, 16).to(dtype)}
+    plain, truth = (f(x, bias, **gated, query_start=60) for f in (plain_of, truth_of))
+    assert_parity(launched(x, bias, **gated, starts=starts), plain, truth)
+
+
+# -- on a card, compiled ---------------------------------------------------------------------------
+
+needs_card = pytest.mark.skipif(not HAS_GPU, reason="needs a card")
+
+
+class Decoding(nn.Module):
+    """A step with a cache of fixed size, which it writes to."""
+
+    def __init__(self, x: Inputs, bias: ScoreBias | None) -> None:
+        super().__init__()
+        self.bias = None if bias is None else PreparedBias(bias)
+        self.register_buffer("k", x.k.clone())
+        self.register_buffer("v", x.v.clone())
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
+        self.k.index_copy_(-2, slots, k)
+        self.v.index_copy_(-2, slots, v)
+        start = slots[0].expand(q.shape[:-3])
+        options: dict[str, Any] = {"causal": True, "query_start": start, "backend": "triton"}
+        out = flashbias_attention(q, self.k, self.v, self.bias, **options)
+        return out.transpose(-3, -2).flatten(-2)
+
+
+def step_of(x: Inputs, first: int) -> tuple[Tensor, ...]:
+    n, slots = x.n, torch.arange(first, first + x.n, device=x.device)
+    return (
+        x.q,
+        x.normal(*x.k[..., :n, :].shape).to(x.q),
+        x.normal(*x.v[..., :n, :].shape).to(x.q),
+        slots,
+    )
+
+
+@needs_card
+@pytest.mark.parametrize("name", BIASED)
+@pytest.mark.parametrize(("n", "m"), [(1, 4096), (3, 101), (MOST_QUERIES, 300)])
+def test_compiled(name: str, n: int, m: int, device: torch.device) -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    x = Inputs(device, torch.bfloat16, **{**SIZES, "n": n, "m": m, "d": 64, "dv": 64})
+    bias = BIASES[name](x)
+    eager, compiled = Decoding(x, bias), Decoding(x, bias)
+    call = torch.compile(compiled, fullgraph=True)
+    given = step_of(x, m - n)
+    with torch.no_grad():
+        out, (code,) = run_and_get_code(call, *given)
+        again, expected = call(*given), eager(*given)
+    assert "traced_attention_kernel" in code and "flashbias_convert.attention" not in code
+    assert f"empty_strided_cuda((2, 2, {m}, 64)" not in code  # no copy of what is kept
+    assert torch.equal(out, again) and torch.equal(compiled.k, eager.k)
+    seen = Inputs(device, torch.bfloat16, **{**SIZES, "n": n, "m": m, "d": 64, "dv": 64})
+    seen.k, seen.v = eager.k, eager.v
+    merged = [
+        f(seen, bias, causal=True).transpose(-3, -2).flatten(-2) for f in (plain_of, truth_of)
+    ]
+    assert_parity(out, *merged)
+    assert_parity(expected, *merged)
+
+
+@needs_card
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor", "reduce-overhead"])
+def test_ways_of_running(backend: str, device: torch.device) -> None:
+    x = Inputs(device, torch.bfloat16, n=1, m=2048, d=64)
+    bias = x.bias(x.alibi())
+    eager, compiled = Decoding(x, bias), Decoding(x, bias)
+    how = {"mode": backend} if backend == "reduce-overhead" else {"backend": backend}
+    call = torch.compile(compiled, fullgraph=True, **how)
+    with torch.no_grad():
+        for first in (2000, 2001, 2002, 2003):
+            given = step_of(x, first)
+            out, expected = call(*given).clone(), eager(*given)
+            assert torch.allclose(out, expected, atol=2e-2, rtol=2e-2)
+
+
+@needs_card
+def test_rows_that_are_not_aligned(device: torch.device) -> None:
+    """Keys that begin in the midst of sixteen bytes: nothing may be read as vectors."""
+    x = Inputs(device, torch.bfloat16, n=1, m=2048, d=64)
+    bias = PreparedBias(x.bias(x.alibi()))
+
+    def call(q: Tensor, kv: Tensor) -> Tensor:
+        k, v = kv[..., 1:65], kv[..., 65:129]
+        return flashbias_attention(q, k, v, bias, causal=True, backend="triton")
+
+    kv = x.normal(2, 2, 2048, 130).to(x.q)
+    with torch.no_grad():
+        out = torch.compile(call, fullgraph=True)(x.q, kv)
+        moved = torch.empty(kv.numel() + 1, dtype=kv.dtype, device=device)[1:].view_as(kv)
+        moved.copy_(kv)
+        again = torch.compile(call, fullgraph=True)(x.q, moved)
+        expected = call(x.q, kv)
+    assert torch.allclose(out, expected, atol=2e-2) and torch.allclose(again, expected, atol=2e-2)
+
+
+# -- without a card: what graphs hold --------------------------------------------------------------
+
+without_interpreter = pytest.mark.skipif(INTERPRETED, reason="traces need Triton's compiler")
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[torch.fx.Node]]]:
+    """Traces the operator with tensors of a card that is not there; gives calls of the graph."""
+    from torch._functorch.aot_autograd import aot_function
+
+    from flashbias_convert.attention.registration import attention_op
+
+    def trace(x: Inputs, bias: ScoreBias | None = None, **options: Any) -> list[torch.fx.Node]:
+        graphs: list[torch.fx.GraphModule] = []
+
+        def keep(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+            graphs.append(graph)
+            return graph.forward
+
+        def on_card(given: Any) -> Any:
+            if isinstance(given, list):
+                return [on_card(each) for each in given]
+            if not isinstance(given, Tensor):
+                return given
+            return torch.empty_strided(
+                given.shape, given.stride(), dtype=given.dtype, device="cuda"
+            )
+
+        given = arguments_of(x, bias, **options)
+        with FakeTensorMode(), torch.no_grad():
+            tensors = [on_card(each) for each in given]
+            aot_function(lambda *tensors: attention_op(*tensors), keep)(*tensors)
+        (graph,) = graphs
+        return [node for node in graph.graph.nodes if node.op == "call_function"]
+
+    if not HAS_GPU:
+        from .ahead_of_time import HOPPER, _AbsentCard, driver
+
+        monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda _: None)
+        monkeypatch.setattr(driver, "_active", _AbsentCard(HOPPER))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        cpu = torch.device("cpu")
+        monkeypatch.setattr(launch, "settings_for", lambda _, shape: settings_for(cpu, shape))
+        monkeypatch.setattr(launch, "multiprocessors_of", lambda _: 132)
+    yield trace
+
+
+def names_of(nodes: list[torch.fx.Node]) -> set[str]:
+    return {str(node.target) for node in nodes}
+
+
+OPERATOR, KERNELS = "flashbias_convert.attention.default", "triton_kernel_wrapper_functional"
+
+
+@without_interpreter
+def test_graphs_hold_kernels(traced: Callable[..., list[torch.fx.Node]]) -> None:
+    """With all that the compiler is to copy: what they write, which nobody else has."""
+    x = Inputs(torch.device("cpu"), torch.bfloat16, n=1, m=4096, d=64)
+    nodes = traced(x, x.bias(x.alibi()), causal=True)
+    assert OPERATOR not in names_of(nodes)
+    kernels = [node for node in nodes if str(node.target) == KERNELS]
+    assert [node.kwargs["tensors_to_clone"] for node in kernels] == [["parts_ptr"], ["o_ptr"]]
+
+
+@without_interpreter
+def test_heads_that_differ(traced: Callable[..., list[torch.fx.Node]]) -> None:
+    """Each group of heads has its own launch, and writes to the same output."""
+    x = Inputs(torch.device("cpu"), torch.float16, **SIZES)
+    nodes = traced(x, BIASES["heads-differ"](x))
+    kernels = [node for node in nodes if str(node.target) == KERNELS]
+    assert len(kernels) > 1 and OPERATOR not in names_of(nodes)
+    assert all(node.kwargs["tensors_to_clone"] == ["o_ptr"] for node in kernels)
+
+
+@without_interpreter
+@pytest.mark.parametrize("why", ["queries", "export", "graphs", "C++", "watched", "empty"])
+def test_operators_stay(why: str, traced: Callable[..., list[torch.fx.Node]]) -> None:
+    from torch._functorch import config
+    from torch._inductor import config as inductor
+
+    n = MOST_QUERIES + 1 if why == "queries" else 1
+    batch = (0,) if why == "empty" else (2,)
+    x = Inputs(torch.device("cpu"), torch.float16, n=n, m=64, batch=batch)
+    reasons: dict[str, Any] = {
+        "export": config.patch(decompose_custom_triton_ops=False),
+        "graphs": inductor.patch({"triton.cudagraphs": True}),
+        "C++": inductor.patch(cpp_wrapper=True),
+        "watched": launch.observed(lambda *_: None),
+    }
+    with reasons.get(why, mock.patch.object(launch, "_forced", None)):
+        assert names_of(traced(x)) == {OPERATOR}
+
+
+@without_interpreter
+def test_text_of_kernels_finds_graphs_on_disk() -> None:
+    from torch._library.triton import get_triton_kernels_for_op
+
+    found = list(get_triton_kernels_for_op("flashbias_convert::attention"))
+    assert {each.__name__ for each in found} == {"traced_attention_kernel", "traced_combine_kernel"}
