@@ -1,11 +1,13 @@
-"""What the operator `flashbias_convert::attention` launches: one call for each group of heads."""
+"""What the operator `flashbias_convert::attention` launches: one call for each group of heads.
+
+What torch computes here is part of compiled graphs, too, where the operator opens up.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from .flags import BOUNDED, CAUSAL, COSINE
@@ -58,7 +60,7 @@ def group_calls(
     causal, cosine, bounded = bool(flags & CAUSAL), bool(flags & COSINE), bool(flags & BOUNDED)
     call = {"q": q, "k": normalize_rows(k) if cosine else k, "v": v, "o": out}
     if key_mask is not None:
-        call["key_mask"] = key_mask.view(torch.uint8)
+        call["key_mask"] = key_mask
     if query_starts is not None:
         call["starts"] = query_starts
     if head_scale is not None:

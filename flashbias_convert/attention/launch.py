@@ -57,7 +57,10 @@ _parts: int | None = None
 def observed(
     observer: Callable[[GroupSpec, Mapping[str, Tensor], dict[str, Any]], None],
 ) -> Iterator[None]:
-    """Tell `observer` of every launch of this process while the block runs."""
+    """Tell `observer` of every launch of this process while the block runs.
+
+    But for those of graphs that hold kernels, see `traced_launch`, and were compiled before.
+    """
     global _observer
     before, _observer = _observer, observer
     try:
@@ -68,7 +71,10 @@ def observed(
 
 @contextmanager
 def forced(settings: LaunchSettings) -> Iterator[None]:
-    """Launch with these settings, whatever the shape, while the block runs."""
+    """Launch with these settings, whatever the shape, while the block runs.
+
+    Graphs that hold kernels, see `traced_launch`, keep those that they were compiled with.
+    """
     global _forced, _PLANS
     before, _forced, plans, _PLANS = _forced, settings, _PLANS, {}
     try:
@@ -81,7 +87,8 @@ def forced(settings: LaunchSettings) -> Iterator[None]:
 def split_into(parts: int) -> Iterator[None]:
     """Let `parts` programs share the keys of a row, whatever the call, while the block runs.
 
-    Calls that have a gate or that keep what a backward pass needs are left whole all the same.
+    Calls that have a gate or that keep what a backward pass needs are left whole all the same, and
+    graphs that hold kernels, see `traced_launch`, keep the parts that they were compiled with.
 
     Raises:
         ValueError: less than one, or more than `parts.MOST_PARTS`.

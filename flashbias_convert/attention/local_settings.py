@@ -6,6 +6,7 @@ so the same call gives the same bits; without a file the rule of `tuning` holds.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -34,6 +35,16 @@ def settings_for(device: torch.device, shape: LaunchShape) -> LaunchSettings:
         if own is not None:
             return own
     return launch_settings(shape)
+
+
+def fingerprint() -> str:
+    """One word for all that was measured for the cards of this process; empty without any."""
+    if not torch.cuda.is_initialized():
+        return ""
+    cards = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
+    found = [(card, sorted(map(str, _measured(card).items()))) for card in cards]
+    text = repr([each for each in found if each[1]])
+    return hashlib.sha256(text.encode()).hexdigest()[:16] if any(own for _, own in found) else ""
 
 
 def settings_file(card: str) -> Path:

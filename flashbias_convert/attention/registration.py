@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from .group_calls import empty_output, group_calls
@@ -33,6 +34,8 @@ def _attention(
 ) -> Tensor:
     """Attention by the Triton kernel. Arguments as made by `triton_attention`."""
     out = empty_output(q, v)
+    if key_mask is not None:  # not in graphs: torch 2.11 does not compile such a view
+        key_mask = key_mask.view(torch.uint8)
     for call in group_calls(
         out, q, k, v, bias_tensors, spec, scale, head_scale, key_mask, query_start, query_starts,
         flags, gate,

@@ -9,6 +9,7 @@ place, and the compiler launches them like its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from .launch import is_changed, plan_of
 from .launch_plan import LaunchPlan
 from .parted_plan import PartedPlan
 from .parts import MOST_QUERIES
+from .room import most_bytes
 
 
 class _Planned(NamedTuple):
@@ -52,8 +54,18 @@ def open_up(mode: Any, op: Any, types: Any, arguments: Any, options: Any) -> Any
 
 
 def kernels() -> tuple[Any, ...]:
-    """Triton's kernels that graphs may hold."""
-    return tuple(_in_graphs().values())
+    """Triton's kernels that graphs may hold.
+
+    Raises:
+        BypassAOTAutogradCache: launches are not the usual ones now; no graph on disk says so.
+    """
+    if is_changed():
+        from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
+
+        raise BypassAOTAutogradCache("kernels are launched in another way for now")
+    from triton.runtime import JITFunction  # Triton's interpreter has others, without a text
+
+    return tuple(each for each in _in_graphs().values() if isinstance(each, JITFunction))
 
 
 def _may_open(types: Iterable[type]) -> bool:
@@ -64,13 +76,15 @@ def _may_open(types: Iterable[type]) -> bool:
     from torch._subclasses.functional_tensor import FunctionalTensor
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-    # the compiler looks into a kernel for what it writes to each time that it meets it, and takes
-    # a tenth of a second; nothing is won by it where CUDA graphs are recorded, and nothing needed
-    # of it before the trace itself
-    if inductor.triton.cudagraphs or get_proxy_mode() is None:
+    # the compiler looks into a kernel for what it writes to each time that it meets it, which takes
+    # longer than all else that is done about a call: not before the trace itself, which comes
+    # second, and not for CUDA graphs, where nothing is won
+    if get_proxy_mode() is None or inductor.triton.cudagraphs:
         return False
     # exported programs keep operators; generated C++ has no words for what kernels are told
-    if not config.decompose_custom_triton_ops or inductor.cpp_wrapper or is_changed():
+    if not config.decompose_custom_triton_ops or inductor.cpp_wrapper:
+        return False
+    if is_changed():
         return False
     return all(t is Tensor or issubclass(t, FakeTensor | FunctionalTensor) for t in types)
 
@@ -90,14 +104,22 @@ def _is_small(
     gate: Tensor | None = None,
 ) -> bool:
     """Whether the host would take longer than the card, and all but tensors is known."""
-    if q.device.type != "cuda" or flags & COSINE:
+    if not _is_current(q.device) or flags & COSINE or 0 in q.shape:
         return False
     given = (q, k, v, *bias_tensors, head_scale, key_mask, query_starts, gate)
     tensors = [t for t in given if t is not None]
     sizes = [s for t in tensors for s in (*t.shape, *t.stride(), t.storage_offset())]
     if not all(isinstance(s, int) for s in (*sizes, query_start)):
         return False
-    return isinstance(scale, int | float) and q.shape[-2] <= MOST_QUERIES and 0 not in q.shape
+    known = isinstance(scale, int | float) and math.isfinite(scale)
+    return known and q.shape[-2] <= MOST_QUERIES
+
+
+def _is_current(device: torch.device) -> bool:
+    """Whether it is the card that kernels go to where nobody chooses; one that is there."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    return device.index == torch.cuda.current_device()
 
 
 def _planned(calls: Iterator[GroupCall]) -> list[_Planned] | None:
@@ -119,9 +141,27 @@ def _planned(calls: Iterator[GroupCall]) -> list[_Planned] | None:
             found.append(_Planned(call, plan))
         else:
             return None
-        if found[-1].first.kernel not in _in_graphs():
+        if not _can_be_held(found[-1].first, call):
             return None
     return found
+
+
+def _can_be_held(plan: LaunchPlan, call: GroupCall) -> bool:
+    """Whether the compiler can launch the kernel: it has no second settings to try."""
+    options = dict(plan.options)
+    stages = options.pop("num_stages", 1)
+    if plan.kernel not in _in_graphs() or options.keys() - {"num_warps"}:
+        return False
+    q, pairs = call.tensors["q"], ("dense", "lookup_code")
+    cell = sum(call.tensors[name].element_size() for name in pairs if name in call.tensors)
+    most = most_bytes(plan.arguments(), stages=stages, element=q.element_size(), cell=cell)
+    return most <= _memory_on_chip(q.device)
+
+
+def _memory_on_chip(device: torch.device) -> int:
+    """Bytes that one program may use; 0 where torch does not know."""
+    card = torch.cuda.get_device_properties(device)
+    return int(getattr(card, "shared_memory_per_block_optin", 0))
 
 
 def _launch(planned: _Planned) -> None:

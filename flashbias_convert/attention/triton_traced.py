@@ -11,12 +11,13 @@ import triton
 import triton.language as tl
 
 from .. import __version__
+from .local_settings import fingerprint
 from .triton_combine import combine_parts_kernel
 from .triton_forward import attention_kernel
 
-#: torch keeps compiled graphs on disk, by the text of their kernels: this makes those of another
-#: version, whose host may count otherwise, others
-MADE_BY = tl.constexpr(__version__)
+#: torch keeps compiled graphs on disk, by the text of their kernels: this tells those of another
+#: version, or of other launch settings, apart
+MADE_BY = tl.constexpr(f"{__version__} {fingerprint()}")
 
 
 @triton.jit

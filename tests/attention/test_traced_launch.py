@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -23,6 +24,7 @@ from flashbias_convert.attention.group_calls import empty_output, group_calls
 from flashbias_convert.attention.local_settings import settings_for
 from flashbias_convert.attention.packing import pack
 from flashbias_convert.attention.parts import MOST_QUERIES
+from flashbias_convert.attention.tuning import LaunchSettings
 from tests.support import assert_parity
 
 from .cases import BIASES, Inputs, plain_of, truth_of
@@ -30,6 +32,8 @@ from .conftest import HAS_GPU, INTERPRETED
 
 pytest.importorskip("triton")
 
+#: memory on the chip that a program may use on an H200
+HOPPER_BYTES = 227 * 1024
 SIZES: dict[str, Any] = {"n": 3, "m": 101, "d": 24, "dv": 16, "heads": 2}
 BIASED = (
     "none", "low_rank-unsplit-ranks", "key_bias-rows", "alibi", "relative_table", "regions",
@@ -45,7 +49,7 @@ def _fresh_dynamo() -> None:
 def arguments_of(x: Inputs, bias: ScoreBias | None, **options: Any) -> tuple[Any, ...]:
     """Of the operator."""
     packed = pack(bias or ScoreBias((), x.heads), half=x.dtype != torch.float32)
-    flags = flags_of(causal=options.get("causal", False), cosine=False)
+    flags = flags_of(causal=options.get("causal", False), cosine=options.get("cosine", False))
     given = [options.get(name) for name in ("head_scale", "key_mask", "starts", "gate")]
     scale, start = options.get("scale", x.q.shape[-1] ** -0.5), x.m - x.n
     start = 0 if given[2] is not None else start
@@ -72,6 +76,7 @@ def launched(x: Inputs, bias: ScoreBias | None, **options: Any) -> Tensor:
 @pytest.fixture
 def _run_at_once(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     if INTERPRETED:
+        monkeypatch.setattr(traced_launch, "_memory_on_chip", lambda _: HOPPER_BYTES)
         # that of torch takes no kernels of the interpreter
         monkeypatch.setattr(torch.library, "wrap_triton", lambda each: each)
 
@@ -162,6 +167,39 @@ def test_compiled(name: str, n: int, m: int, device: torch.device) -> None:
 
 
 @needs_card
+@pytest.mark.parametrize(
+    "kind", ["mask", "computed mask", "gate", "fp32", "scales", "both directions", "17 queries"]
+)
+def test_compiled_calls(kind: str, device: torch.device) -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    dtype = torch.float32 if kind == "fp32" else torch.bfloat16
+    x = Inputs(device, dtype, n=17 if kind == "17 queries" else 2, m=2048, d=64)
+    bias = x.bias(x.alibi())
+    prepared, length = PreparedBias(bias), torch.tensor([[2048], [77]], device=device)
+    places = torch.arange(2048, device=device)
+    options: dict[str, Any] = {
+        "mask": {"key_mask": places < length},
+        "gate": {"gate": x.normal(2, 2, 2, 64).to(dtype)},
+        "scales": {"scale": torch.tensor([0.1, 0.3], device=device)},
+    }.get(kind, {})
+    options = {"causal": kind != "both directions", **options}
+    computed = {"key_mask": places < length} if kind == "computed mask" else {}
+
+    def call(q: Tensor, k: Tensor, v: Tensor, length: Tensor, **options: Any) -> Tensor:
+        if kind == "computed mask":
+            options["key_mask"] = torch.arange(2048, device=q.device) < length
+        return flashbias_attention(q * 1, k, v, prepared, backend="triton", **options)
+
+    compiled = torch.compile(call, fullgraph=True)
+    with torch.no_grad():
+        out, (code,) = run_and_get_code(compiled, x.q, x.k, x.v, length, **options)
+    assert ("traced_attention_kernel" in code) == (kind != "17 queries")
+    told = {**options, **computed}
+    assert_parity(out, plain_of(x, bias, **told), truth_of(x, bias, **told))
+
+
+@needs_card
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor", "reduce-overhead"])
 def test_ways_of_running(backend: str, device: torch.device) -> None:
     x = Inputs(device, torch.bfloat16, n=1, m=2048, d=64)
@@ -234,10 +272,11 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[torch
     if not HAS_GPU:
         from .ahead_of_time import HOPPER, _AbsentCard, driver
 
+        cpu = torch.device("cpu")
         monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda _: None)
         monkeypatch.setattr(driver, "_active", _AbsentCard(HOPPER))
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        cpu = torch.device("cpu")
+        monkeypatch.setattr(traced_launch, "_is_current", lambda device: device.type == "cuda")
+        monkeypatch.setattr(traced_launch, "_memory_on_chip", lambda _: HOPPER_BYTES)
         monkeypatch.setattr(launch, "settings_for", lambda _, shape: settings_for(cpu, shape))
         monkeypatch.setattr(launch, "multiprocessors_of", lambda _: 132)
     yield trace
@@ -271,22 +310,153 @@ def test_heads_that_differ(traced: Callable[..., list[torch.fx.Node]]) -> None:
 
 
 @without_interpreter
-@pytest.mark.parametrize("why", ["queries", "export", "graphs", "C++", "watched", "empty"])
-def test_operators_stay(why: str, traced: Callable[..., list[torch.fx.Node]]) -> None:
+def test_masks_are_handed_on(traced: Callable[..., list[torch.fx.Node]]) -> None:
+    """As they are: not every version of torch compiles other views of booleans."""
+    x = Inputs(torch.device("cpu"), torch.bfloat16, n=1, m=64, batch=(2,))
+    nodes = traced(x, key_mask=torch.ones(2, 64, dtype=torch.bool))
+    assert names_of(nodes) == {
+        "aten.new_empty_strided.default",
+        KERNELS,
+        "<built-in function getitem>",
+    }
+
+
+@without_interpreter
+def test_kernels_are_looked_into_once(
+    traced: Callable[..., list[torch.fx.Node]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch runs a function twice to make a graph of it; the first time, operators do."""
+    launches, into_graph = [], traced_launch._into_graph
+
+    def count(plan: Any, given: Any) -> None:
+        launches.append(plan)
+        into_graph(plan, given)
+
+    monkeypatch.setattr(traced_launch, "_into_graph", count)
+    x = Inputs(torch.device("cpu"), torch.bfloat16, n=1, m=64)
+    traced(x)
+    assert len(launches) == 1
+
+
+@without_interpreter
+@pytest.mark.parametrize(
+    "why",
+    ["queries", "export", "graphs", "C++", "watched", "empty", "cosine", "scale", "memory",
+     "registers", "kernel", "card"],
+)  # fmt: skip
+def test_operators_stay(
+    why: str, traced: Callable[..., list[torch.fx.Node]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torch._functorch import config
     from torch._inductor import config as inductor
 
     n = MOST_QUERIES + 1 if why == "queries" else 1
     batch = (0,) if why == "empty" else (2,)
     x = Inputs(torch.device("cpu"), torch.float16, n=n, m=64, batch=batch)
+    options = {"cosine": {"cosine": True}, "scale": {"scale": float("inf")}}.get(why, {})
     reasons: dict[str, Any] = {
         "export": config.patch(decompose_custom_triton_ops=False),
         "graphs": inductor.patch({"triton.cudagraphs": True}),
         "C++": inductor.patch(cpp_wrapper=True),
         "watched": launch.observed(lambda *_: None),
+        "memory": mock.patch.object(traced_launch, "_memory_on_chip", lambda _: 20_000),
+        "registers": launch.forced(LaunchSettings(16, 32, 4, 2, max_registers=128)),
+        "kernel": mock.patch.object(traced_launch, "_in_graphs", dict),
+        "card": mock.patch.object(traced_launch, "_is_current", lambda _: False),
     }
-    with reasons.get(why, mock.patch.object(launch, "_forced", None)):
-        assert names_of(traced(x)) == {OPERATOR}
+    if why == "registers":  # it is closed for being forced, too
+        monkeypatch.setattr(traced_launch, "is_changed", lambda: False)
+    with reasons.get(why, contextlib.nullcontext()):
+        names = names_of(traced(x, **options))
+    assert OPERATOR in names and KERNELS not in names
+
+
+@without_interpreter
+def test_other_sizes_stay_open_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph for many sizes has no plan: sizes are constants of kernels."""
+    from torch.fx.experimental.symbolic_shapes import (
+        DimDynamic,
+        ShapeEnv,
+        StatelessSymbolicContext,
+    )
+
+    monkeypatch.setattr(traced_launch, "_is_current", lambda _: True)
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    x = Inputs(torch.device("cpu"), torch.float16, n=1, m=64)
+    q, k, v, *others = arguments_of(x, None)
+    assert traced_launch._is_small(q, k, v, *others)
+    dynamic = StatelessSymbolicContext([DimDynamic.STATIC] * 2 + [DimDynamic.DYNAMIC] * 2)
+    k, v = (mode.from_tensor(each, symbolic_context=dynamic) for each in (k, v))
+    assert not traced_launch._is_small(q, k, v, *others)
+
+
+@without_interpreter
+def test_cards_that_are_not_there() -> None:
+    assert not traced_launch._is_current(torch.device("cuda", torch.cuda.device_count()))
+    assert not traced_launch._is_current(torch.device("cpu"))
+
+
+@without_interpreter
+def test_tensors_of_other_kinds() -> None:
+    class Other(Tensor):
+        pass
+
+    assert not traced_launch._may_open([Tensor, Other])
+
+
+@without_interpreter
+def test_exported_programs_keep_operators(traced: Callable[..., list[torch.fx.Node]]) -> None:
+    """Also where they are decomposed."""
+    from flashbias_convert.attention.registration import attention_op
+
+    x = Inputs(torch.device("cpu"), torch.float16, n=1, m=64)
+
+    class Attention(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out: Tensor = attention_op(q, k, v, *arguments_of(x, None)[3:])
+            return out
+
+    with FakeTensorMode():
+        given = tuple(
+            torch.empty(each.shape, dtype=each.dtype, device="cuda") for each in (x.q, x.k, x.v)
+        )
+    program = torch.export.export(Attention(), given)
+    for each in (program, program.run_decompositions(), program.run_decompositions({})):
+        called = [node for node in each.graph.nodes if node.op == "call_function"]
+        assert names_of(called) == {OPERATOR}
+
+
+@without_interpreter
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("name", ["none", "low_rank", "dense", "lookup", "all"])
+def test_estimated_memory(
+    name: str, d: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of graphs compile for a card, and take no more of its memory than was counted."""
+    from .ahead_of_time import HOPPER, _AbsentCard, driver
+
+    monkeypatch.setattr(driver, "_active", _AbsentCard(HOPPER))
+    counted: list[int] = []
+    monkeypatch.setattr(traced_launch, "_memory_on_chip", lambda _: 2**30)
+    most_bytes = traced_launch.most_bytes
+
+    def count(*given: Any, **options: Any) -> int:
+        counted.append(most_bytes(*given, **options))
+        return counted[-1]
+
+    monkeypatch.setattr(traced_launch, "most_bytes", count)
+    x = Inputs(torch.device("cpu"), dtype, n=1, m=512, d=d)
+    arguments = arguments_of(x, BIASES[name](x), causal=True)
+    planned = traced_launch._planned(group_calls(empty_output(x.q, x.v), *arguments))
+    assert planned is not None and len(planned) == len(counted)
+    for each, most in zip(planned, counted, strict=True):
+        given = each.first.arguments() | {"scale": 0.1, "query_start": 0}
+        given |= {f"{n}_ptr": t for n, t in each.call.tensors.items()}
+        given |= {"parts_ptr": torch.empty(16)} if each.second else {}
+        kernel = traced_launch._in_graphs()[each.first.kernel]
+        made = kernel.warmup(**given, grid=(1,), **each.first.options)
+        assert most // 4 < made.metadata.shared <= most
 
 
 @without_interpreter
@@ -295,3 +465,12 @@ def test_text_of_kernels_finds_graphs_on_disk() -> None:
 
     found = list(get_triton_kernels_for_op("flashbias_convert::attention"))
     assert {each.__name__ for each in found} == {"traced_attention_kernel", "traced_combine_kernel"}
+
+
+@without_interpreter
+def test_graphs_on_disk_do_not_know_other_launches() -> None:
+    from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
+
+    with launch.split_into(3), pytest.raises(BypassAOTAutogradCache):
+        traced_launch.kernels()
+    assert traced_launch.kernels()
