@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashbias_convert.attention import backends, registration
+from flashbias_convert.attention import backends, group_calls, registration
 
 
 class Launches:
@@ -20,7 +20,7 @@ class Launches:
         self.seen: list[dict[str, Tensor]] = []
         monkeypatch.setattr(backends, "_device_problem", lambda device: None)
         monkeypatch.setattr(registration, "launch", self._launch)
-        monkeypatch.setattr(registration, "normalize_rows", _normalize)
+        monkeypatch.setattr(group_calls, "normalize_rows", _normalize)
 
     def _launch(self, spec: object, tensors: Mapping[str, Tensor], **_: Any) -> None:
         self.seen.append({k: t.clone() for k, t in tensors.items()})
