@@ -1,13 +1,14 @@
 """The sentence encoder MPNet, original against the converted file: time, memory, embeddings.
 
 python scripts/bench_mpnet.py [FOLDER] [--dtypes float16 bfloat16] [--tiny --device cpu]
+python scripts/bench_mpnet.py [FOLDER] --no-times --device cpu --dtypes --output FILE.csv
 
 FOLDER is what scripts/fetch_mpnet.py prints; by default it is looked for where that script puts it,
 and without it the weights are random (a base model, its table of biases large enough to matter).
 The model is converted as a folder and loaded again. Rows of 512 tokens, 64 at once, are those of
 `bench_models.py`: eager and compiled. Cosines are between sentence embeddings (means over the
 tokens, of random tokens, one text full and one padded) of the original in float32 and of either
-model in each dtype, the smaller of the two texts.
+model in each dtype, the smaller of the two texts; they alone are written with --no-times.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, nargs="?", default=default_folder())
-    parser.add_argument("--dtypes", nargs="+", default=["float16", "bfloat16"])
+    parser.add_argument("--dtypes", nargs="*", default=["float16", "bfloat16"])
+    parser.add_argument("--no-times", action="store_true", help="embeddings alone")
     add_options(parser, "bench_mpnet.csv")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
@@ -120,14 +122,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         converted = convert(model, Path(folder))
         table = Table(options.output, resume=options.resume)
-        for dtype in options.dtypes:
+        for dtype in () if options.no_times else options.dtypes:
             case = timed(f"MPNet, {weights}, {dtype}", model, converted, options.tiny)
             run([case], argparse.Namespace(**{**vars(options), "dtype": dtype}), table)
         near = cosines(model, converted, device, options.dtypes)
     told = {"weights": weights, **machine(device, torch.float32), "cosines": near}
     told |= {"rows": table.rows}
     options.output.with_suffix(".json").write_text(json.dumps(told, indent=1) + "\n")
-    print(summary(table.rows, ("original", "original-compiled")))
+    if table.rows:
+        print(summary(table.rows, ("original", "original-compiled")))
 
 
 if __name__ == "__main__":

@@ -57,6 +57,24 @@ def slow(seconds: float, problem: Exception | None = None) -> Case:
     return Case("slow", 1, 1, ("original",), lambda _: Slow(), inputs, lambda m, _: m, ("eager",))
 
 
+def test_no_converted_family_is_slower_than_its_original() -> None:
+    """Of committed rows, compiled: what a plan converts; originals with what they can switch on."""
+    rows: dict[str, dict[str, dict[str, str]]] = {}
+    for row in csv.DictReader((SCRIPTS / "results" / "bench_families.csv").open(newline="")):
+        rows.setdefault(row["model"], {})[row["variant"]] = row
+    converted = {model: own for model, own in rows.items() if "ours-compiled" in own}
+    readme = (SCRIPTS.parent / "README.md").read_text()
+    assert f"Of {len(converted)} models that a plan converts" in readme
+    for model, own in converted.items():
+        ours = own["ours-compiled"]
+        assert ours["status"] == "measured", model
+        for name in ("original-compiled", "original-fused-compiled"):
+            other = own.get(name, {})
+            for column in ("median_ms", "replay_ms"):
+                if other.get(column) and ours[column]:
+                    assert float(ours[column]) <= float(other[column]), (model, name, column)
+
+
 def test_rows_that_fail_say_why() -> None:
     nothing = truth.Truth(None, None, "none")
     limited = truth.Options(CPU, torch.float32, 1, limit_s=0.2)
