@@ -196,6 +196,21 @@ def test_a_patched_model_compiles_into_one_graph() -> None:
         assert torch.equal(run(compiled, fields(model)), expected)
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["cast first", "patched first"])
+def test_a_model_that_is_cast_compiles_once(first: bool) -> None:
+    """Without a call in eager mode, which would have made the masks anew."""
+    model = make()
+    for change in (lambda: model.to(torch.bfloat16), lambda: patch(model))[:: 1 if first else -1]:
+        change()
+    inputs = [each.to(torch.bfloat16) for each in fields(model)]
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    found = run(compiled, inputs)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert torch.equal(run(compiled, inputs), found)
+    assert torch.equal(run(model, inputs), found)
+
+
 # -- the comparison notices what goes wrong --------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from timm.layers import DropPath
@@ -80,6 +80,15 @@ class EarthSpecificBlock(nn.Module):
             with torch.inference_mode(False):  # a later call may record gradients
                 self._mask = shift_mask(shape, window, device=device, dtype=dtype)
         return self._mask
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EarthSpecificBlock:
+        super()._apply(fn, recurse)
+        if self._mask is not None:  # now, and not in the first call: compiled code would look twice
+            weight = self.norm1.weight
+            self._mask = None
+            if not weight.is_meta:
+                self.mask_for(weight.device, weight.dtype)
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens of a map, shape (B, Z * H * W, C), to the same shape."""
