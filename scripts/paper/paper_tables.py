@@ -116,12 +116,21 @@ class PaperTable:
             return
         picture = options.output.with_suffix(".png")
         if self.by_length:
-            figure.draw_lengths(table.rows, picture, self.title)
+            figure.draw_lengths(table.rows, picture, self._with_words(table.rows))
         else:
             figure.draw(table.rows, picture, self.title, self.unit, self.per_ms)
         passage = f"{self._caption(table.rows)}\n\n{beside(table.rows, self.unit)}\n"
         options.output.with_suffix(".md").write_text(passage)
         print(passage)
+
+    def _with_words(self, rows: Sequence[dict[str, str]]) -> str:
+        """The title, and what the paper's text says of a figure that has no numbers in print."""
+        said = dict.fromkeys(
+            f"the paper, A100, {row['model']}: {row['paper_note']}"
+            for row in rows
+            if row.get("paper_note") and not row.get("paper_time")
+        )
+        return "; ".join([self.title, *said])
 
     def _caption(self, rows: Sequence[dict[str, str]]) -> str:
         def every(column: str) -> str:
@@ -158,13 +167,12 @@ class PaperTable:
             writer.writerows(table.rows)
 
     def _lend(self, rows: Sequence[dict[str, str]]) -> None:
-        """Set the paper's numbers beside an eager row, of cuDNN's, too, or else a compiled one."""
+        """Set the paper's numbers beside a row in eager mode, of cuDNN's, too, or one compiled."""
         known = {(row["model"], row["variant"]) for row in rows}
         for row in rows:
             plain = split_variant(row["variant"])[0].removesuffix("-cudnn")
-            order = [
-                f"{plain}{cudnn}{mode}" for mode in ("", "-compiled") for cudnn in ("", "-cudnn")
-            ]
+            modes = ("", "-compiled", "-graphs")
+            order = [f"{plain}{cudnn}{mode}" for mode in modes for cudnn in ("", "-cudnn")]
             first = next((name for name in order if (row["model"], name) in known), None)
             found = self.published.get(f"{row['model']}: {plain}") or self.published.get(plain)
             if found is not None and row["variant"] == first:
@@ -193,9 +201,12 @@ def taken(
 def beside(rows: Sequence[dict[str, str]], unit: str) -> str:
     """Ours and the paper's, as a table in Markdown."""
     titles = ("model", "variant", f"time ({unit})", "to no bias", "MiB", "bias MiB", "error rms",
-              "rounding rms", "paper: row", "time", "to no bias", "MB")  # fmt: skip
+              "rounding rms", "paper: row", "time", "to no bias", "MB", "its text")  # fmt: skip
     names = ("model", "variant", "time", "delta", "peak_mib", "bias_mib", "error_rms",
-             "rounding_rms", "paper_row", "paper_time", "paper_delta", "paper_mb")  # fmt: skip
+             "rounding_rms", "paper_row", "paper_time", "paper_delta", "paper_mb",
+             "paper_note")  # fmt: skip
+    if not any(row.get("paper_note") for row in rows):
+        titles, names = titles[:-1], names[:-1]
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for row in rows:
         cells = [row.get(name, "") for name in names]

@@ -24,6 +24,8 @@ _COLUMNS = 3
 _MOST_PANELS = 20
 #: a bar that is so many times as long as the shortest is cut, so that others can be told apart
 _CUT = 10.0
+#: and shown whole all the same, if it is not so much longer than those that are
+_LITTLE = 1.5
 _OUT_OF_MEMORY = "out of memory"
 
 
@@ -107,7 +109,8 @@ def _by_time(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
 def _bars(ax: Any, rows: Sequence[dict[str, str]], unit: str, per_ms: float) -> None:
     times = [float(row["median_ms"]) * per_ms for row in rows if row["median_ms"]]
     shown = max((t for t in times if t <= _CUT * min(times)), default=1.0)
-    is_cut = max(times, default=0.0) > shown
+    is_cut = max(times, default=0.0) > _LITTLE * shown
+    shown = shown if is_cut else max(times, default=1.0)
     end = 1.12 * shown if is_cut else shown
     for i, row in enumerate(rows):
         time = float(row["median_ms"] or 0) * per_ms

@@ -77,6 +77,14 @@ def test_bars_are_sorted_and_long_ones_are_cut(tmp_path: Path, made: list[Any]) 
     assert (tmp_path / "x.png").stat().st_size > 0
 
 
+def test_bars_that_are_a_little_longer_are_whole(tmp_path: Path, made: list[Any]) -> None:
+    rows = [row("exact-graphs", "3.3"), row("original", "26"), row("exact", "34")]
+    figure.draw(rows, tmp_path / "x.png", "Decoding", "ms", 1.0)
+    (ax,) = made[0].axes
+    assert max(bar.get_width() for bar in ax.patches) == 34.0
+    assert "cut" not in ax.get_xlabel()
+
+
 def test_lengths_have_marks_for_failures_and_a_legend_of_what_is_drawn(
     tmp_path: Path, made: list[Any]
 ) -> None:

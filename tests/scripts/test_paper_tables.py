@@ -12,7 +12,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path[:0] = [str(SCRIPTS), str(SCRIPTS / "paper")]
 
 from paper_tables import PaperTable, Published, taken  # noqa: E402
-from whole_models import plain, running, writing  # noqa: E402
+from whole_models import figure, plain, running, writing  # noqa: E402
 
 from .turns_here import in_turns_here  # noqa: E402
 
@@ -107,6 +107,26 @@ def test_every_row_that_is_measured_is_in_its_table(name: str) -> None:
     assert [
         (r["variant"], r["median_ms"]) for r in committed if r["mode"] in ("eager", "compiled")
     ] == [(r["variant"], r["median_ms"]) for r in found]
+
+
+def test_what_the_paper_says_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of figures that have no numbers: beside the row, and above the picture."""
+    pytest.importorskip("matplotlib")
+    drawn: list[str] = []
+    monkeypatch.setattr(figure, "draw_lengths", lambda rows, path, title: drawn.append(title))
+    said = {"plain Transformer 20: exact": Published("FlashBias", note="44 % faster")}
+    table = PaperTable(
+        "x", "x", "ms", 1.0, lambda tiny: [plain.cases(tiny)["plain-20"]],
+        said, ("exact-graphs",), by_length=True,
+    )  # fmt: skip
+    rows = writing.Table(tmp_path / "rows.csv")
+    where = {"model": "plain Transformer 20", "tokens": "20", "device": "card", "dtype": "d"}
+    rows.add({**where, "variant": "exact-graphs", "median_ms": "1", "status": "measured"})
+    words = ["x", "--tiny", "--output", str(tmp_path / "x.csv"), "--rows", str(rows.path)]
+    monkeypatch.setattr(sys, "argv", words)
+    table.main("x")
+    assert drawn == ["x; the paper, A100, plain Transformer 20: 44 % faster"]
+    assert "| 44 % faster |" in (tmp_path / "x.md").read_text()
 
 
 def test_the_paper_stands_beside_eager_rows_first(
