@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from flashbias_convert import patch_model, unpatch_model
 from flashbias_convert.errors import StaleTermsError
 from tests.adapters import Adapter, add_adapters
+from tests.recipes import test_timm_beit as timm_beit
+from tests.recipes import test_timm_rel_pos as timm_rel_pos
 from tests.recipes import test_timm_swin as timm_swin
 from tests.recipes import test_transformers_beit as beit
 from tests.recipes import test_transformers_data2vec as data2vec
@@ -157,3 +159,42 @@ def test_compiled_models_notice_another_window_of_as_many_tokens(name: str) -> N
         for call in (compiled, model):
             with pytest.raises(StaleTermsError, match="window or input size"):
                 call(x)
+
+
+# -- windows of one attention module, set directly -------------------------------------------------
+
+
+def another_window(model: Any) -> None:
+    model.layers[0].blocks[0].attn.set_window_size((2, 8))
+
+
+def another_map(model: Any) -> None:
+    attn = model.blocks[0].attn
+    attn.set_window_size((attn.window_size[0] + 1, attn.window_size[1]))
+
+
+def another_table(model: Any) -> None:
+    """Of the first table of relative positions, alone."""
+    table = next(m for m in model.modules() if hasattr(m, "relative_position_bias_table"))
+    rows, columns = table.window_size
+    table.set_window_size((rows + 1, columns))
+
+
+@pytest.mark.parametrize(
+    ("case", "change"),
+    [
+        (timm_swin.BASIC, another_window),
+        (timm_beit.OWN, another_map),
+        (timm_rel_pos.COATNET, another_table),
+    ],
+    ids=["timm Swin", "timm BEiT", "timm CoAtNet"],
+)
+def test_a_window_that_is_set_directly_is_refused(
+    case: Case, change: Callable[[Any], None]
+) -> None:
+    model, x = case.model(), case.inputs()
+    case.patch(model)
+    case.output(model, x)
+    change(model)
+    with pytest.raises(StaleTermsError, match="window or input size"):
+        case.output(model, x)
