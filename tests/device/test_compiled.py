@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,3 +145,44 @@ def test_a_model_is_replayed_as_a_cuda_graph(
     for number in (0, 1, 3, 4):
         check(case, case.call(number), found[number], dtype)
     assert not torch.equal(found[3], found[4])
+
+
+@pytest.mark.parametrize("way", ["inference mode", "autocast"])
+def test_modes_of_calls(case: Compiling, device: torch.device, way: str) -> None:
+    """A compiled model in inference mode, and in bf16 by autocast: what it gives in eager mode."""
+    if device.type not in ("cpu", "cuda"):
+        pytest.skip("torch.compile cannot trace tensors of a device made in Python")
+    model = patched(case, case.make().to(device))
+    compiled: Any = torch.compile(model, backend=dynamo_backend(device), fullgraph=True)
+    lowered = way == "autocast"
+    for number in range(2):
+        call = on(device, case.call(number), torch.float32)
+        with ExitStack() as modes:
+            if lowered:
+                modes.enter_context(torch.no_grad())
+                modes.enter_context(torch.autocast(device.type, torch.bfloat16))
+            else:
+                modes.enter_context(torch.inference_mode())
+            found, expected = outputs(compiled, call).float(), outputs(model, call).float()
+        assert found.isfinite().all()
+        error = (found - expected).norm() / expected.norm()
+        assert error < (4 * torch.finfo(torch.bfloat16).eps if lowered else 1e-5)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_model_is_exported(case: Compiling, device: torch.device) -> None:
+    """The exported program holds the operator, and gives what the model gives."""
+    if device.type not in ("cpu", "cuda"):
+        pytest.skip("torch.export cannot trace tensors of a device made in Python")
+    model = patched(case, case.make().to(device))
+    call = on(device, case.call(0), torch.float32)
+    args, kwargs = ((), call) if isinstance(call, dict) else ((call,), {})
+    with torch.no_grad():
+        program = torch.export.export(model, args, kwargs)
+        expected = outputs(model, call)
+        found = program.module()(*args, **kwargs)
+    names = {str(node.target) for node in program.graph.nodes}
+    if device.type == "cuda":
+        assert "flashbias_convert.attention.default" in names
+    found = found if isinstance(found, Tensor) else found[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
