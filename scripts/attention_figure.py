@@ -182,7 +182,7 @@ def _words(row: row_file.Row) -> str:
     if state not in WORDS:
         said = state.split(": ", 1)[-1] if "Error: " in state else state
         said = said if len(said) <= LONGEST else f"{said[:LONGEST].rsplit(' ', 1)[0]} ..."
-        state = f"failed: {said}"
+        state = f"failed: {said}" if said else "failed"
     return f"{time}, {state}" if time else state
 
 
