@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from attention_shapes import Shape
 from given_kernel import GivenKernel
-from optional_peers import optional_peers
+from optional_peers import optional_peers, optional_without_bias
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -29,7 +29,11 @@ from flashbias_convert.benchmark.peers import (
 
 #: what a function of nothing returns is (*batch, H, N, Dv)
 Call = Callable[[], Tensor]
-NO_BIAS = (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION))
+NO_BIAS = (
+    ("flash", SDPBackend.FLASH_ATTENTION),
+    ("cudnn", SDPBackend.CUDNN_ATTENTION),
+    ("efficient", SDPBackend.EFFICIENT_ATTENTION),
+)
 #: without CUDA graphs, which would copy inputs and are what calls are timed in anyway
 MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
 DENSE = (("efficient", SDPBackend.EFFICIENT_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION))
@@ -69,6 +73,8 @@ def peers(shape: Shape, q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias | None,
     yield Peer("ours, sdpa path", lambda: _ours("sdpa", shape, q, k, v, prepared))
     for name, backend in NO_BIAS:
         yield Peer(f"{name}, no bias", lambda b=backend: _sdpa(call, b, None), bias is None)
+    for other in optional_without_bias(call):
+        yield Peer(other.name, other.make, bias is None)
     if bias is None:
         return
     for name, backend in DENSE:

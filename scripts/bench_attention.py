@@ -2,17 +2,19 @@
 
 python scripts/bench_attention.py [--kernel FILE.py] [--shapes NAME ...] [--tuned] [--output FILE]
 
-Peers, where they can compute the shape: torch SDPA without a bias (flash, cuDNN), with the dense
-bias (memory-efficient, cuDNN), compiled FlexAttention with the dense bias and with the closed form
-of ALiBi and of relative tables, FlexAttention with max-autotune (`--tuned`, which takes minutes),
-where they are installed flash-attn with ALiBi slopes, xFormers with the dense bias and
-cuEquivariance's triangle attention, our sdpa path
-(the paper's concatenation), and a kernel from a file, the paper's published one for instance (see
-`given_kernel.py`). Every result is compared with float64 on a slice; a peer that is off by more
-than `WRONG` is marked, and no ratio is made with it. `median_ms` is time on the card (CUDA graph
-replays), `call_ms` the time of eager calls, Python included; `peak_mib` what a call allocates,
-`held_mib` what a peer keeps between calls, such as the dense bias. Shapes get ready (compile, and
-are compared) together and are timed one after the other. What lacks memory beside other commands
+Peers, where they can compute the shape: torch SDPA without a bias (flash, cuDNN, memory-efficient),
+with the dense bias (memory-efficient, cuDNN), compiled FlexAttention with the dense bias and with
+the closed form of ALiBi and of relative tables, FlexAttention with max-autotune (`--tuned`, which
+takes minutes), flash-attn with ALiBi slopes, FlashAttention 3 and 4 without a bias, xFormers with
+the dense bias, cuEquivariance's triangle attention, our sdpa path (the paper's concatenation), and
+a kernel from a file, the paper's published one for instance (see `given_kernel.py`). A package that
+is not installed is a row that says so; once it is there, a run with --resume measures it.
+
+Every result is compared with float64 on a slice; a peer that is off by more than `WRONG` is marked,
+and no ratio in the tables is made with it. `median_ms` is time on the card (CUDA graph replays),
+`call_ms` the time of eager calls, Python included; `peak_mib` what a call allocates, `held_mib`
+what a peer keeps between calls, such as the dense bias. Shapes get ready (compile, and are
+compared) together and are timed one after the other. What lacks memory beside other commands
 (`beside.py`) is no row, unless the whole card is too small.
 """
 
@@ -32,6 +34,7 @@ from attention_peers import Call, Peer, peers
 from attention_shapes import SHAPES, Shape, tiny
 from failures import LACKED, lacked_beside_others
 from given_kernel import GivenKernel
+from optional_peers import NOT_INSTALLED, NotInstalled, is_stale, not_installed
 from torch import Tensor
 from turns import Wait, in_turns
 
@@ -48,7 +51,7 @@ CRASHED = "crashed"
 LARGE = 2**31
 FIELDS = (
     "shape", "peer", "has_bias", "median_ms", "p20_ms", "p80_ms", "call_ms", "peak_mib", "held_mib",
-    "error", "state", "card", "torch", "triton",
+    "error", "state", "note", "card", "torch", "triton",
 )  # fmt: skip
 
 
@@ -129,6 +132,8 @@ def ready(peer: Peer, shape: Shape, q: Tensor, k: Tensor, v: Tensor, bias: Score
         found |= {"error": f"{wrong:.1e}", "state": "ok" if wrong < WRONG else "wrong"}
         found["held_mib"] = f"{(torch.cuda.memory_allocated() - before) / 2**20:.1f}"
         return found, call
+    except NotInstalled as problem:
+        return found | {"state": NOT_INSTALLED, "note": str(problem)}, None
     except Exception as problem:  # a peer that fails is a row, not the end of the run
         if lacked_beside_others(problem):
             return found | {"state": LACKED}, None
@@ -174,6 +179,8 @@ def bench_shape(name: str, kernel_file: Path | None, tuned: bool, output: Path, 
         told = {"shape": name, **timed(seen, call), **machine()}
         if told["state"] != LACKED:
             row_file.append(output, FIELDS, told)
+        if told["state"] == NOT_INSTALLED:  # said once, at the end
+            continue
         shown = [told.get(x, "-") for x in ("median_ms", "call_ms", "peak_mib", "error")]
         print(f"{name:30s} {told['peer']:20s}", *shown, told["state"], flush=True)
 
@@ -194,7 +201,8 @@ def peers_of(name: str, kernel_file: Path | None, tuned: bool) -> list[str]:
 
 def _left(options: argparse.Namespace) -> list[str]:
     """The shapes that lack rows; begins the file."""
-    row_file.begin(options.output, FIELDS, resume=options.resume)
+    rows = row_file.begin(options.output, FIELDS, resume=options.resume)
+    row_file.write(options.output, FIELDS, [row for row in rows if not is_stale(row)])
     known = _known(options.output)
     return [
         name
@@ -240,6 +248,8 @@ def main() -> None:
         lost = calls if left < 0 else in_turns(bench_shape, calls, seconds=left)
         for name, *_ in lost:
             print(f"{name}: not measured")
+    if missing := not_installed(row_file.read(options.output)):
+        print(missing)
     draw(options.output)
 
 

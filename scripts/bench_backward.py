@@ -35,6 +35,7 @@ from attention_shapes import SHAPES, Shape, tiny
 from backward_figure import draw
 from backward_step import MakeStep, Problem, Step, errors, steps, times, truth
 from failures import LACKED, is_lost, lacked_beside_others
+from optional_peers import NOT_INSTALLED, NotInstalled, is_stale
 from turns import Wait, in_turns
 
 from flashbias_convert.benchmark.timing import allocated
@@ -154,6 +155,8 @@ def ready(make: MakeStep, exact: Any, device: torch.device) -> tuple[dict[str, A
         told = {name: f"{x:.1e}" for name, x in wrong.items()}
         told |= {"state": "ok" if fine else "wrong"}
         return told | {"held_mib": f"{(allocated(device) - before) / 2**20:.1f}"}, step
+    except NotInstalled as problem:
+        return {"state": NOT_INSTALLED, "note": str(problem)}, None
     except Exception as problem:  # a peer that fails is a row, not the end of the run
         return {"state": _state(problem)}, None
 
@@ -250,7 +253,8 @@ def run(jobs: list[Job], options: argparse.Namespace) -> None:
 
 def _begin(options: argparse.Namespace) -> list[Job]:
     """The jobs of a run; begins the file."""
-    row_file.begin(options.output, FIELDS, resume=options.resume)
+    rows = row_file.begin(options.output, FIELDS, resume=options.resume)
+    row_file.write(options.output, FIELDS, [row for row in rows if not is_stale(row)])
     every = [Job(name, bias, options) for name in options.shapes for bias in options.bias]
     useful = [j for j in every if j.bias == "frozen" or SHAPES[j.shape].bias is not None]
     return [j for j in useful if left_of(j)]

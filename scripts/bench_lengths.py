@@ -6,13 +6,15 @@ python scripts/bench_lengths.py [--series NAME ...] [--lengths 256 1024 ...] [--
 Forward, bf16, with the peers of `bench_attention.py`; by default one sequence, 8 heads of 64, a
 bias of rank 16. Memory is everything beyond q, k and v: the bias in the form that the peer
 takes, and what a call allocates, its result included. A peer for which the card has not enough
-memory, or that crashes, is marked so; one that lacks memory beside other commands (`beside.py`) has
-no row, unless the whole card is too small. Writes a table and a picture.
+memory, that crashes, or whose result is wrong is marked so, and no line passes there; one that
+lacks memory beside other commands (`beside.py`) has no row, unless the whole card is too small.
+Writes a table and a picture.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +61,8 @@ COLOURS = {
     "flex, dense": "#3caea3",
     "flex, closed form": "#1f6f8b",
 }
+#: where a peer has no number, by its state; "+" stands for all others
+MARKS = {OUT_OF_MEMORY: "x", "wrong": "$w$"}
 #: of a kernel that the user gives
 GIVEN_COLOUR = "#d977c5"
 
@@ -238,33 +242,38 @@ def draw(file: Path) -> None:
         right.set_ylabel("memory beside q, k, v (MiB)")
         left.set_title(SERIES[name].title, fontsize=10)
         left.legend(fontsize=8)
-    lost = {r["state"] for r in rows} - {"ok", "wrong"}
-    note = "; x: out of memory" if OUT_OF_MEMORY in lost else ""
-    note += "; +: failed" if lost - {OUT_OF_MEMORY} else ""
+    states = {r["state"] for r in rows}
+    note = "; x: out of memory" if OUT_OF_MEMORY in states else ""
+    note += "; w: wrong" if "wrong" in states else ""
+    note += "; +: failed" if states - {"ok", *MARKS} else ""
     figure.suptitle(f"attention with a bias, forward, bf16, {rows[0]['card']}{note}")
     figure.savefig(file.with_suffix(".png"), dpi=130)
 
 
 def _draw_column(axes: Any, rows: Sequence[row_file.Row], column: str) -> None:
-    """The lines of all peers, and marks where they have no number."""
+    """The lines of all peers, and marks where they have no number of a correct result."""
     names = list(dict.fromkeys(row["peer"] for row in rows))
     order = [*(x for x in COLOURS if x in names), *(x for x in names if x not in COLOURS)]
     for place, peer in enumerate(order):
         own = [r for r in rows if r["peer"] == peer]
         colour = COLOURS.get(peer, GIVEN_COLOUR)
         style = {"color": colour, "label": peer, "marker": "o", "markersize": 3.5}
-        found = sorted((int(r["n"]), float(r[column])) for r in own if r["state"] == "ok")
+        found = sorted((int(r["n"]), _number(r, column)) for r in own)  # NaN breaks the line
         width = 2.2 if peer == "ours" else 1.2
-        axes.plot(*zip(*found, strict=True) if found else ((), ()), linewidth=width, **style)
+        axes.plot(*zip(*found, strict=True), linewidth=width, **style)
         for r in own:
-            if r["state"] not in ("ok", "wrong"):  # at the top of the picture, below each other
-                mark = "x" if r["state"] == OUT_OF_MEMORY else "+"
-                axes.plot(int(r["n"]), 0.97 - 0.04 * place, mark, color=colour, markersize=8,
+            if r["state"] != "ok":  # at the top of the picture, below each other
+                mark = MARKS.get(r["state"], "+")
+                axes.plot(int(r["n"]), 0.97 - 0.04 * place, marker=mark, color=colour, markersize=8,
                           transform=axes.get_xaxis_transform())  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("tokens")
     axes.grid(alpha=0.3)
+
+
+def _number(row: row_file.Row, column: str) -> float:
+    return float(row[column]) if row["state"] == "ok" else math.nan
 
 
 def measure(
