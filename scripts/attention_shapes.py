@@ -44,7 +44,16 @@ class Shape:
 
     def inputs(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v as an attention module has them: views of one packed projection."""
-        packed = torch.randn(*self.batch, self.n, 3, self.heads, self.d, device=device).to(dtype)
+        return self._views(torch.randn(self._packed(), device=device).to(dtype))
+
+    def unset(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """The same without numbers, on the CPU: for what depends on sizes alone."""
+        return self._views(torch.empty(self._packed(), dtype=dtype))
+
+    def _packed(self) -> tuple[int, ...]:
+        return (*self.batch, self.n, 3, self.heads, self.d)
+
+    def _views(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = packed.movedim(-3, 0).transpose(-2, -3).unbind(0)
         return q if self.queries is None else q[..., -self.queries :, :], k, v
 

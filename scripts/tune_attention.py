@@ -4,7 +4,7 @@ python scripts/tune_attention.py [--shapes NAME ...] [--quick | --two-entries] [
 
 Shape by shape, settings are compiled in parallel processes first, then timed one by one. The table
 has one row per shape and settings: median milliseconds, and whether calls are launched with them
-now. `flashbias_convert/attention/tuning.py` holds the rule that was read off it. With --two-entries
+now. `scripts/make_launch_table.py` makes the table of launch settings of it. With --two-entries
 shapes whose bias is not shared have the settings that they get now, and no others.
 """
 
@@ -28,7 +28,8 @@ from row_file import RowFile
 from turns import alone
 
 from flashbias_convert.attention import PreparedBias, flashbias_attention, launch
-from flashbias_convert.attention.tuning import LaunchSettings, launch_settings
+from flashbias_convert.attention.launch_table import launch_settings
+from flashbias_convert.attention.tuning import LaunchSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda")

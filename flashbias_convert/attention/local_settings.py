@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from .tuning import LaunchSettings, LaunchShape, launch_settings
+from .launch_table import launch_settings
+from .tuning import LaunchSettings, LaunchShape
 
 #: Version of the file.
 VERSION = 1

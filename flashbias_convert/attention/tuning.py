@@ -1,4 +1,7 @@
-"""Launch settings: a fixed function of the shape, so that the same call gives the same bits."""
+"""Launch settings: a fixed function of the shape, so that the same call gives the same bits.
+
+Those of the forward kernel are in `launch_table`, those of backward kernels here.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +58,6 @@ class LaunchSettings:
 
 #: Longer sequences than this are told apart by powers of two only.
 LONGEST_EXACT = 1024
-#: tensors of a table, or of a look-up, alone
-_OF_LOOK_UPS = frozenset({"table", "codes_q", "codes_k", "lookup", "lookup_code"})
 
 
 @dataclass(frozen=True)
@@ -86,81 +87,9 @@ class LaunchShape:
         return replace(self, n=n, terms=tuple(sorted(self.terms)))
 
 
-def launch_settings(shape: LaunchShape) -> LaunchSettings:
-    """Settings for one launch, read off what `scripts/tune_attention.py` measured on an H200.
-
-    Those of short windows, of look-ups, of single queries and of a dense bias for heads of 32 are
-    newer than `results/tuning.csv`.
-    """
-    n, columns, width = shape.n, shape.columns, max(shape.d, shape.dv)
-    thin, gathers = width <= 64 and columns <= 64, {"table", "lookup"} & set(shape.terms)
-    if not shape.half:
-        return LaunchSettings(32 if width <= 64 else 16, 32, 4, 2)
-    if n <= 16:
-        # long reads keep the memory busy, which is all that counts
-        return LaunchSettings(16, 128, 4, 3) if thin else LaunchSettings(16, 64, 4, 2)
-    if columns > 64:
-        if width <= 64 and not _few_rows(n):
-            return LaunchSettings(128, 64, 8, 2, 128)
-        return LaunchSettings(64, 32, 4, 2)
-    if width <= 32:
-        return _narrow_heads(shape, width)
-    if width <= 64:
-        if gathers and not columns:
-            alone = _OF_LOOK_UPS.issuperset(shape.terms)
-            return _looked_up(n, "lookup" in gathers, alone)
-        if _few_rows(n):
-            depth, registers = (2, None) if columns > 32 else (3, 96)
-            return LaunchSettings(64, 32, 4, depth, registers)
-        return LaunchSettings(128, 64, 8, 3, 128)
-    if width <= 128:
-        # looking up takes the registers that a tall tile needs
-        short = gathers or _few_rows(n)
-        return LaunchSettings(64, 64, 4, 2) if short else LaunchSettings(128, 64, 8, 3)
-    return LaunchSettings(64, 32, 4, 2)
-
-
-def _few_rows(n: int) -> bool:
+def few_rows(n: int) -> bool:
     """Whether blocks of 128 queries waste a quarter more than blocks of 64, as at 64 and 144."""
     return -(-n // 128) * 128 > 1.25 * (-(-n // 64) * 64)
-
-
-def _looked_up(n: int, by_pair: bool, alone: bool) -> LaunchSettings:
-    """Tables for heads of at most 64 numbers: more programs a multiprocessor hide their reads.
-
-    Args:
-        n: number of queries.
-        by_pair: entries are found through an index of pairs, not through codes of both positions.
-        alone: nothing else is added to scores, which would take registers that more programs leave
-            no room for.
-    """
-    if not alone:
-        return LaunchSettings(64, 64 if n <= 512 else 32, 4, 3)
-    if by_pair:
-        return LaunchSettings(64, 32, 4, 3, 128)
-    return LaunchSettings(64, 64, 4, 3, 128) if n >= 1024 else LaunchSettings(64, 32, 4, 3, 96)
-
-
-def _narrow_heads(shape: LaunchShape, width: int) -> LaunchSettings:
-    """Heads of at most 32 numbers, where little is computed for each score."""
-    n, columns = shape.n, shape.columns
-    if shape.shared and _few_rows(n):
-        return LaunchSettings(64, 32, 4, 3, 128, entries=2)
-    if _few_rows(n):
-        return LaunchSettings(64, 32, 4, 3, 96)
-    if columns > 32:
-        return LaunchSettings(128, 64, 8, 3, 128) if n >= 1024 else LaunchSettings(64, 32, 4, 3, 96)
-    # twice the rows per program halve the reads of keys, unless the last block is nearly empty
-    tall = width > 16 and -(-n // 128) * 128 <= 1.05 * (-(-n // 64) * 64)
-    if shape.shared and n >= 1024:  # at 384 two entries take as long as apart
-        found = LaunchSettings(128, 32, 4, 3) if tall else LaunchSettings(64, 64, 4, 3, 168)
-        return replace(found, entries=2)
-    if "dense" in shape.terms and columns == 0:
-        # tiles of the bias are read ahead of their turn, which takes room: short ones
-        return LaunchSettings(128, 32, 4, 3, 168) if tall else LaunchSettings(64, 64, 4, 3, 128)
-    if tall or ("ids" in shape.terms and columns > 0):
-        return LaunchSettings(128, 64, 4, 3, 168)
-    return LaunchSettings(64, 64, 4, 3, 96)
 
 
 @lru_cache(maxsize=4096)
@@ -191,7 +120,7 @@ def backward_settings(
         axial: most rows or columns of an axial term that gets gradients: so do theirs.
     """
     width = max(d, dv)
-    few = _few_rows(rows)
+    few = few_rows(rows)
     measured = columns <= 16 and not added and not trained and not few
     if not half:
         if kernel == "queries" and axial > 32 and width <= 64:

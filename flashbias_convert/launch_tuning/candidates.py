@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..attention.tuning import LaunchSettings, LaunchShape, launch_settings
+from ..attention.launch_table import launch_settings
+from ..attention.tuning import LaunchSettings, LaunchShape
 
 #: (queries, keys, warps, caps on registers); the caps let 5, 4, 3 or 2 programs share a
 #: multiprocessor of 65,536 registers

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from flashbias_convert import Dense, KeyBias, ScoreBias
 from flashbias_convert.attention import flashbias_attention, launch
-from flashbias_convert.attention.tuning import LaunchSettings, LaunchShape, launch_settings
+from flashbias_convert.attention.launch_table import launch_settings
+from flashbias_convert.attention.tuning import LaunchSettings, LaunchShape
 
 from .cases import Inputs, check
 from .conftest import HAS_GPU

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from flashbias_convert.attention import launch
-from flashbias_convert.attention.tuning import LaunchSettings, LaunchShape, launch_settings
+from flashbias_convert.attention.launch_table import launch_settings
+from flashbias_convert.attention.tuning import LaunchSettings, LaunchShape
 
 from .cases import Inputs
 from .conftest import INTERPRETED

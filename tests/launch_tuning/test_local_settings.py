@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from flashbias_convert.attention import local_settings
+from flashbias_convert.attention.launch_table import launch_settings
 from flashbias_convert.attention.local_settings import (
     parse_settings,
     settings_file,
     settings_for,
     write_settings,
 )
-from flashbias_convert.attention.tuning import LaunchSettings, LaunchShape, launch_settings
+from flashbias_convert.attention.tuning import LaunchSettings, LaunchShape
 
 SHAPE = LaunchShape(n=576, d=32, dv=32, columns=16, half=True, terms=("phi_q", "phi_k"))
 OWN = LaunchSettings(128, 32, 8, 4, 128)
