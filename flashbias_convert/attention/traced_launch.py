@@ -9,7 +9,6 @@ place, and the compiler launches them like its own.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -46,7 +45,7 @@ def open_up(mode: Any, op: Any, types: Any, arguments: Any, options: Any) -> Any
         with mode:
             out = empty_output(arguments[0], arguments[2])
             planned = _planned(group_calls(out, *arguments, **options))
-            if planned is not None:
+            if planned is not None and not is_changed():  # by another thread, in the meantime
                 for each in planned:
                     _launch(each)
                 return out
@@ -63,9 +62,9 @@ def kernels() -> tuple[Any, ...]:
         from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
 
         raise BypassAOTAutogradCache("kernels are launched in another way for now")
-    from triton.runtime import JITFunction  # Triton's interpreter has others, without a text
-
-    return tuple(each for each in _in_graphs().values() if isinstance(each, JITFunction))
+    if not torch.cuda.is_initialized():  # no graph of a card, and nobody knows its settings yet
+        return ()
+    return tuple(_in_graphs().values())
 
 
 def _may_open(types: Iterable[type]) -> bool:
@@ -111,12 +110,22 @@ def _is_small(
     sizes = [s for t in tensors for s in (*t.shape, *t.stride(), t.storage_offset())]
     if not all(isinstance(s, int) for s in (*sizes, query_start)):
         return False
-    known = isinstance(scale, int | float) and math.isfinite(scale)
-    return known and q.shape[-2] <= MOST_QUERIES
+    return is_constant(scale) and q.shape[-2] <= MOST_QUERIES
+
+
+def is_constant(number: Any) -> bool:
+    """Whether a kernel may have the number as a constant: fp64 is what Triton makes of others."""
+    if not isinstance(number, int | float):
+        return False
+    limits = torch.finfo(torch.float32)
+    return number == 0 or limits.smallest_normal <= abs(number) <= limits.max
 
 
 def _is_current(device: torch.device) -> bool:
-    """Whether it is the card that kernels go to where nobody chooses; one that is there."""
+    """Whether it is the card that kernels go to where nobody chooses; one that is there.
+
+    Inductor chooses in every call; other compilers must find the same card current then.
+    """
     if device.type != "cuda" or not torch.cuda.is_available():
         return False
     return device.index == torch.cuda.current_device()
@@ -149,8 +158,10 @@ def _planned(calls: Iterator[GroupCall]) -> list[_Planned] | None:
 def _can_be_held(plan: LaunchPlan, call: GroupCall) -> bool:
     """Whether the compiler can launch the kernel: it has no second settings to try."""
     options = dict(plan.options)
-    stages = options.pop("num_stages", 1)
+    stages = options.pop("num_stages")
     if plan.kernel not in _in_graphs() or options.keys() - {"num_warps"}:
+        return False
+    if not is_constant(call.group.region_value):
         return False
     q, pairs = call.tensors["q"], ("dense", "lookup_code")
     cell = sum(call.tensors[name].element_size() for name in pairs if name in call.tensors)
@@ -188,11 +199,15 @@ def _into_graph(plan: LaunchPlan, given: Mapping[str, Any]) -> None:
 @cache
 def _in_graphs() -> dict[Any, Any]:
     """What stands in graphs for the kernels of plans."""
+    from triton.runtime import JITFunction
+
     from .triton_combine import combine_parts_kernel
     from .triton_forward import attention_kernel
     from .triton_traced import traced_attention_kernel, traced_combine_kernel
 
-    return {
+    found = {
         attention_kernel: traced_attention_kernel,
         combine_parts_kernel: traced_combine_kernel,
     }
+    # Triton's interpreter has others, which have no text and would run while a graph is made
+    return found if isinstance(attention_kernel, JITFunction) else {}

@@ -12,12 +12,13 @@ import triton.language as tl
 
 from .. import __version__
 from .local_settings import fingerprint
+from .rules_text import digest_of_rules
 from .triton_combine import combine_parts_kernel
 from .triton_forward import attention_kernel
 
 #: torch keeps compiled graphs on disk, by the text of their kernels: this tells those of another
-#: version, or of other launch settings, apart
-MADE_BY = tl.constexpr(f"{__version__} {fingerprint()}")
+#: version, of other rules of launches, and of other settings, apart
+MADE_BY = tl.constexpr(f"{__version__} {digest_of_rules()} {fingerprint()}")
 
 
 @triton.jit

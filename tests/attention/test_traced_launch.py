@@ -32,8 +32,19 @@ from .conftest import HAS_GPU, INTERPRETED
 
 pytest.importorskip("triton")
 
+from flashbias_convert.attention import (
+    triton_combine,
+    triton_forward,
+    triton_traced,
+)
+
 #: memory on the chip that a program may use on an H200
 HOPPER_BYTES = 227 * 1024
+#: graphs hold none of the interpreter
+INTERPRETED_KERNELS = {
+    triton_forward.attention_kernel: triton_traced.traced_attention_kernel,
+    triton_combine.combine_parts_kernel: triton_traced.traced_combine_kernel,
+}
 SIZES: dict[str, Any] = {"n": 3, "m": 101, "d": 24, "dv": 16, "heads": 2}
 BIASED = (
     "none", "low_rank-unsplit-ranks", "key_bias-rows", "alibi", "relative_table", "regions",
@@ -79,6 +90,7 @@ def _run_at_once(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
         monkeypatch.setattr(traced_launch, "_memory_on_chip", lambda _: HOPPER_BYTES)
         # that of torch takes no kernels of the interpreter
         monkeypatch.setattr(torch.library, "wrap_triton", lambda each: each)
+        monkeypatch.setattr(traced_launch, "_in_graphs", lambda: INTERPRETED_KERNELS)
 
 
 @pytest.mark.usefixtures("_run_at_once")
@@ -341,8 +353,8 @@ def test_kernels_are_looked_into_once(
 @without_interpreter
 @pytest.mark.parametrize(
     "why",
-    ["queries", "export", "graphs", "C++", "watched", "empty", "cosine", "scale", "memory",
-     "registers", "kernel", "card"],
+    ["queries", "export", "graphs", "C++", "watched", "empty", "cosine", "scale", "tiny scale",
+     "large scale", "memory", "registers", "kernel", "card"],
 )  # fmt: skip
 def test_operators_stay(
     why: str, traced: Callable[..., list[torch.fx.Node]], monkeypatch: pytest.MonkeyPatch
@@ -353,7 +365,9 @@ def test_operators_stay(
     n = MOST_QUERIES + 1 if why == "queries" else 1
     batch = (0,) if why == "empty" else (2,)
     x = Inputs(torch.device("cpu"), torch.float16, n=n, m=64, batch=batch)
-    options = {"cosine": {"cosine": True}, "scale": {"scale": float("inf")}}.get(why, {})
+    scales = {"scale": float("inf"), "tiny scale": 1e-40, "large scale": 1e39}
+    options = {name: {"scale": scale} for name, scale in scales.items()}
+    options = (options | {"cosine": {"cosine": True}}).get(why, {})
     reasons: dict[str, Any] = {
         "export": config.patch(decompose_custom_triton_ops=False),
         "graphs": inductor.patch({"triton.cudagraphs": True}),
@@ -460,11 +474,28 @@ def test_estimated_memory(
 
 
 @without_interpreter
-def test_text_of_kernels_finds_graphs_on_disk() -> None:
+def test_text_of_kernels_finds_graphs_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the version and the rules of launches in it. Without a card there are none."""
+    from torch._inductor.codegen.wrapper import (
+        user_defined_triton_kernel_transitive_closure_source_code as text_of,
+    )
     from torch._library.triton import get_triton_kernels_for_op
 
+    from flashbias_convert import __version__
+    from flashbias_convert.attention.rules_text import RULES, digest_of_rules
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert not list(get_triton_kernels_for_op("flashbias_convert::attention"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     found = list(get_triton_kernels_for_op("flashbias_convert::attention"))
     assert {each.__name__ for each in found} == {"traced_attention_kernel", "traced_combine_kernel"}
+    for each in found:
+        assert f"{__version__} {digest_of_rules()}" in text_of(each)
+    assert len(set(RULES)) == len(RULES) and "launch_table.csv" in RULES
+
+
+def test_graphs_hold_no_kernels_of_the_interpreter(kernel: str) -> None:
+    assert bool(traced_launch._in_graphs()) != INTERPRETED
 
 
 @without_interpreter
@@ -473,4 +504,3 @@ def test_graphs_on_disk_do_not_know_other_launches() -> None:
 
     with launch.split_into(3), pytest.raises(BypassAOTAutogradCache):
         traced_launch.kernels()
-    assert traced_launch.kernels()
