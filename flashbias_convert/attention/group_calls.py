@@ -6,7 +6,7 @@ What torch computes here is part of compiled graphs, too, where the operator ope
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -16,15 +16,12 @@ from .packing import GroupSpec, parse_spec
 
 
 class GroupCall(NamedTuple):
-    """The arguments of `launch.launch` for a group."""
+    """The arguments of `launch.launch` for a group; `options` are those by keyword but one."""
 
     group: GroupSpec
     tensors: dict[str, Tensor]
-    scale: float
-    causal: bool
     query_start: int
-    cosine: bool
-    bounded: bool
+    options: dict[str, Any]
 
 
 def empty_output(q: Tensor, v: Tensor) -> Tensor:
@@ -57,8 +54,13 @@ def group_calls(
     gate: Tensor | None = None,
 ) -> Iterator[GroupCall]:
     """Calls that fill `out`; the other arguments are those of the operator."""
-    causal, cosine, bounded = bool(flags & CAUSAL), bool(flags & COSINE), bool(flags & BOUNDED)
-    call = {"q": q, "k": normalize_rows(k) if cosine else k, "v": v, "o": out}
+    options = {
+        "scale": scale,
+        "causal": bool(flags & CAUSAL),
+        "cosine": bool(flags & COSINE),
+        "bounded": bool(flags & BOUNDED),
+    }
+    call = {"q": q, "k": normalize_rows(k) if options["cosine"] else k, "v": v, "o": out}
     if key_mask is not None:
         call["key_mask"] = key_mask
     if query_starts is not None:
@@ -71,5 +73,5 @@ def group_calls(
     for group in parse_spec(spec):
         last = first + len(group.tensors)
         own = dict(zip(group.tensors, bias_tensors[first:last], strict=True))
-        yield GroupCall(group, call | own, scale, causal, query_start, cosine, bounded)
+        yield GroupCall(group, call | own, query_start, options)
         first = last

@@ -40,15 +40,7 @@ def _attention(
         out, q, k, v, bias_tensors, spec, scale, head_scale, key_mask, query_start, query_starts,
         flags, gate,
     ):  # fmt: skip
-        launch(
-            call.group,
-            call.tensors,
-            scale=call.scale,
-            causal=call.causal,
-            query_start=call.query_start,
-            cosine=call.cosine,
-            bounded=call.bounded,
-        )
+        launch(call.group, call.tensors, query_start=call.query_start, **call.options)
     return out
 
 

@@ -135,14 +135,7 @@ def _planned(calls: Iterator[GroupCall]) -> list[_Planned] | None:
     """The launches; None if one of them is no plain one."""
     found = []
     for call in calls:
-        planned = plan_of(
-            call.group,
-            call.tensors,
-            scale=call.scale,
-            causal=call.causal,
-            cosine=call.cosine,
-            bounded=call.bounded,
-        )
+        planned = plan_of(call.group, call.tensors, **call.options)
         plan = None if planned is None else planned[0]
         if isinstance(plan, PartedPlan):
             found.append(_Planned(call, plan.first, plan.second, plan.size))
@@ -178,7 +171,7 @@ def _memory_on_chip(device: torch.device) -> int:
 def _launch(planned: _Planned) -> None:
     call = planned.call
     tensors = {f"{name}_ptr": tensor for name, tensor in call.tensors.items()}
-    numbers = {"scale": call.scale, "query_start": call.query_start}
+    numbers = {"scale": call.options["scale"], "query_start": call.query_start}
     if planned.second is not None:
         q = call.tensors["q"]
         tensors["parts_ptr"] = q.new_empty(planned.left, dtype=torch.float32)
