@@ -2,8 +2,9 @@
 
 A shape has the settings of the first class of the table that it is of; the last classes take
 everything. `scripts/make_launch_table.py` makes the table of what `scripts/tune_attention.py`
-measures on a card. Classes of which nothing was measured have settings with which kernels compile
-without spilling registers. Cards with less memory on the chip get smaller ones, see `room`.
+measures on a card; its column "why" is for readers. Classes of which nothing was measured have
+settings with which kernels compile without spilling registers. Cards with less memory on the chip
+get smaller ones, see `room`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import csv
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any
 
@@ -156,6 +157,7 @@ def entry_of(shape: LaunchShape, table: Sequence[Entry] | None = None) -> Entry:
     raise LookupError(f"no launch settings for {shape}")
 
 
+@lru_cache(maxsize=4096)
 def launch_settings(shape: LaunchShape) -> LaunchSettings:
     """Settings for one launch, the same for a shape in every process."""
     return entry_of(shape).settings

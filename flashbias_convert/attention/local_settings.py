@@ -1,7 +1,7 @@
 """Launch settings that were measured on this machine, in a file for each kind of card.
 
 `flashbias-convert tune` writes them. They are read once in a process and never change within it,
-so the same call gives the same bits; without a file the rule of `tuning` holds.
+so the same call gives the same bits; without a file `launch_table` holds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FOLDER_VARIABLE = "FLASHBIAS_TUNING"
 
 
 def settings_for(device: torch.device, shape: LaunchShape) -> LaunchSettings:
-    """Settings for one launch on a device: what was measured here, else the rule."""
+    """Settings for one launch on a device: what was measured here, else those of the table."""
     if device.type == "cuda":
         found = _measured(torch.cuda.get_device_name(device))
         own = found.get(shape.rounded()) if found else None
@@ -43,9 +43,8 @@ def fingerprint() -> str:
     if not torch.cuda.is_initialized():
         return ""
     cards = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
-    found = [(card, sorted(map(str, _measured(card).items()))) for card in cards]
-    text = repr([each for each in found if each[1]])
-    return hashlib.sha256(text.encode()).hexdigest()[:16] if any(own for _, own in found) else ""
+    found = [(card, sorted(map(str, own.items()))) for card in cards if (own := _measured(card))]
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:16] if found else ""
 
 
 def settings_file(card: str) -> Path:
