@@ -10,15 +10,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .. import __version__
 from .local_settings import fingerprint
 from .rules_text import digest_of_rules
 from .triton_combine import combine_parts_kernel
 from .triton_forward import attention_kernel
 
-#: torch keeps compiled graphs on disk, by the text of their kernels: this tells those of another
-#: version, of other rules of launches, and of other settings, apart
-MADE_BY = tl.constexpr(f"{__version__} {digest_of_rules()} {fingerprint()}")
+#: torch keeps compiled graphs on disk, by the text of their kernels: this tells those of
+#: other rules of launches, and of other settings, apart
+MADE_BY = tl.constexpr(f"{digest_of_rules()} {fingerprint()}")
 
 
 @triton.jit

@@ -74,7 +74,7 @@ HOPPER = Card(90, HOPPER_SHARED_BYTES)
 
 
 @dataclass(frozen=True)
-class _AbsentCard:
+class AbsentCard:
     """The part of a Triton driver that compiling asks for."""
 
     card: Card
@@ -262,7 +262,7 @@ def _recording(
     compiled: list[Compiled] = []
     attention = triton_forward.attention_kernel
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(driver, "_active", _AbsentCard(card)))
+        stack.enter_context(mock.patch.object(driver, "_active", AbsentCard(card)))
         copies = mock.patch.object(descriptors, "_copies_tiles", lambda _: card.capability >= 90)
         stack.enter_context(copies)
         stack.enter_context(mock.patch.object(backward_launch, "_SMALLER", {}))
