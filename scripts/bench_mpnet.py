@@ -40,12 +40,21 @@ TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
 def original(folder: Path | None, tiny: bool) -> nn.Module:
     """The published model, or one with random weights; in float32, in evaluation mode."""
     if folder is not None:
-        return transformers.MPNetModel.from_pretrained(folder).eval()
+        # A file in half precision would load in it, and be the truth of its own rounding.
+        return transformers.MPNetModel.from_pretrained(folder).float().eval()
     torch.manual_seed(0)
     sizes = {"max_position_embeddings": max(LENGTHS) + 2, **(TINY if tiny else {})}
     model = transformers.MPNetModel(transformers.MPNetConfig(**sizes))
     nn.init.normal_(model.encoder.relative_attention_bias.weight)
     return model.eval()
+
+
+def stored(folder: Path | None) -> str | None:
+    """The dtype of the published weights in their file; None if they are random."""
+    if folder is None:
+        return None
+    model = transformers.MPNetModel.from_pretrained(folder, dtype="auto")
+    return str(model.dtype).removeprefix("torch.")
 
 
 def convert(model: Any, folder: Path) -> Path:
@@ -126,7 +135,7 @@ def main() -> None:
             case = timed(f"MPNet, {weights}, {dtype}", model, converted, options.tiny)
             run([case], argparse.Namespace(**{**vars(options), "dtype": dtype}), table)
         near = cosines(model, converted, device, options.dtypes)
-    told = {"weights": weights, **machine(device, torch.float32), "cosines": near}
+    told = {"weights": weights, "stored": stored(real), **machine(device, torch.float32), "cosines": near}
     told |= {"rows": table.rows}
     options.output.with_suffix(".json").write_text(json.dumps(told, indent=1) + "\n")
     if table.rows:

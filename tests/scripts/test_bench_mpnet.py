@@ -39,3 +39,10 @@ def test_original_and_converted_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ]  # fmt: skip
     assert all(float(row[way]) > 0.99999 for row in rows[:2] for way in ("original", "ours"))
     assert all(0.99 < float(row[way]) < 1 for row in rows[2:] for way in ("original", "ours"))
+
+
+def test_a_file_in_half_precision_is_measured_against_float32(tmp_path: Path) -> None:
+    bench_mpnet.original(None, tiny=True).half().save_pretrained(tmp_path)
+    assert bench_mpnet.stored(tmp_path) == "float16"
+    assert bench_mpnet.original(tmp_path, tiny=True).dtype == torch.float32
+    assert bench_mpnet.stored(None) is None
