@@ -135,8 +135,8 @@ def main() -> None:
             case = timed(f"MPNet, {weights}, {dtype}", model, converted, options.tiny)
             run([case], argparse.Namespace(**{**vars(options), "dtype": dtype}), table)
         near = cosines(model, converted, device, options.dtypes)
-    told = {"weights": weights, "stored": stored(real), **machine(device, torch.float32), "cosines": near}
-    told |= {"rows": table.rows}
+    told = {"weights": weights, "stored": stored(real), **machine(device, torch.float32)}
+    told |= {"cosines": near, "rows": table.rows}
     options.output.with_suffix(".json").write_text(json.dumps(told, indent=1) + "\n")
     if table.rows:
         print(summary(table.rows, ("original", "original-compiled")))
