@@ -1,0 +1,87 @@
+"""Regions of shifted windows: most windows are one region, and their pairs are not compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashbias_convert import Regions
+from flashbias_convert.attention import flashbias_attention, launch
+from flashbias_convert.attention.tuning import LaunchSettings
+
+from .cases import Inputs, check
+
+
+def shift_ids(windows: int, size: int, shift: int, device: torch.device) -> Tensor:
+    """Regions of a map of `windows` x `windows` windows, shifted; (windows**2, size**2)."""
+    side = windows * size
+    at = torch.arange(side, device=device)
+    part = (at >= side - size).int() + (at >= side - shift).int()
+    both = 3 * part[:, None] + part[None, :]
+    return both.view(windows, size, windows, size).transpose(1, 2).reshape(windows**2, size**2)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"cosine": True, "scale": 8.0}], ids=["", "causal", "cosine"]
+)
+def test_shifted_windows(
+    options: dict[str, Any], dtype: torch.dtype, kernel: str, device: torch.device
+) -> None:
+    """Windows of one region, of two and of four side by side in a batch."""
+    ids = shift_ids(2, 10, 4, device)
+    assert [len(window.unique()) for window in ids] == [1, 2, 2, 4]
+    x = Inputs(device, dtype, batch=(2, 4), n=100, heads=1, d=32)
+    bias = x.bias(x.low_rank(3), Regions(ids=ids, value=-3.0))
+    check(x, bias, kernel, **options)
+
+
+@pytest.mark.parametrize("where", [0, 70, 1500, 2099])
+def test_one_key_apart(where: int, kernel: str, device: torch.device) -> None:
+    """In the first tile, within, after a thousand keys and at the end; its scores are large."""
+    x = Inputs(device, torch.float16, batch=(2,), n=60, m=2100, heads=1, d=16)
+    keys = torch.zeros(2, x.m, dtype=torch.int32, device=device)
+    keys[1, where] = 1
+    rows = torch.zeros(2, x.n, dtype=torch.int32, device=device)
+    x.k[..., where, :] *= 4
+    check(x, x.bias(Regions(ids=rows, key_ids=keys, value=-4.0)), kernel)
+
+
+def test_queries_of_two_regions_and_keys_of_one(kernel: str, device: torch.device) -> None:
+    """All pairs of a row are apart or none is; what is constant along a row changes nothing."""
+    x = Inputs(device, torch.float16, batch=(), n=20, m=150, heads=1)
+    rows = (torch.arange(x.n, device=device) > 9).int()
+    keys = torch.zeros(x.m, dtype=torch.int32, device=device)
+    check(x, x.bias(Regions(ids=rows, key_ids=keys, value=-3.0)), kernel)
+
+
+@pytest.mark.parametrize("side", ["padding", "holes"])
+@pytest.mark.parametrize("regions", [1, 3])
+def test_with_a_mask_of_keys(
+    regions: int, side: str, half: torch.dtype, kernel: str, device: torch.device
+) -> None:
+    x = Inputs(device, half, batch=(2,), n=70, m=300, heads=1, d=32)
+    mask = torch.ones(2, x.m, dtype=torch.bool, device=device)
+    mask[0, 200:], mask[1, :90] = False, False
+    if side == "holes":
+        mask[:, 120:150] = False
+    ids = Regions(ids=x.integers(regions, 2, x.n), key_ids=x.integers(regions, 2, x.m), value=-3.0)
+    check(x, x.bias(x.low_rank(3), ids), kernel, key_mask=mask)
+
+
+@pytest.mark.parametrize("cosine", [False, True])
+def test_one_region_is_computed_as_if_there_were_none(
+    cosine: bool, dtype: torch.dtype, kernel: str, device: torch.device
+) -> None:
+    x = Inputs(device, dtype, batch=(2,), n=150, heads=2, d=32)
+    given = [x.low_rank(3)]
+    ids = torch.full((x.n,), 5, dtype=torch.int32, device=device)
+    options: dict[str, Any] = {"cosine": True, "scale": 8.0} if cosine else {}
+
+    def of(*terms: Any) -> Tensor:
+        with launch.forced(LaunchSettings(32, 32, 4, 2)):  # whose sums are in one order
+            return flashbias_attention(x.q, x.k, x.v, x.bias(*terms), backend=kernel, **options)
+
+    assert torch.equal(of(*given, Regions(ids=ids, value=-3.0)), of(*given))
