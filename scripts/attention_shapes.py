@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -152,13 +153,31 @@ def alibi(shape: Shape, device: torch.device) -> ScoreBias:
     return ScoreBias((Alibi(slopes=slopes),), shape.heads)
 
 
+def shift_ids(n: int, device: torch.device) -> Tensor:
+    """Regions of 4 x 4 windows of n tokens on a map that is shifted by half a window.
+
+    As the first stage of SwinV2 has them at 384 pixels: the corner comes first, which is four
+    regions, and nine of the windows are one region each.
+
+    Returns:
+        Integers, shape (16, n).
+    """
+    rows = max(k for k in range(1, math.isqrt(n) + 1) if n % k == 0)
+    parts = []
+    for size in (rows, n // rows):
+        token = torch.arange(4 * size, device=device)
+        parts.append((token >= 3 * size).int() + (token >= 4 * size - size // 2).int())
+    both = 3 * parts[0][:, None] + parts[1][None, :]
+    return both.view(4, rows, 4, n // rows).transpose(1, 2).reshape(16, n).flip(0)
+
+
 def with_regions(
     make: Callable[[Shape, torch.device], ScoreBias],
 ) -> Callable[[Shape, torch.device], ScoreBias]:
-    """Another bias plus the shift mask of windows (batch, windows)."""
+    """Another bias plus the shift mask of windows, the last dimension of the batch."""
 
     def both(shape: Shape, device: torch.device) -> ScoreBias:
-        ids = torch.randint(4, (shape.batch[-1], shape.n), device=device)
+        ids = shift_ids(shape.n, device)[torch.arange(shape.batch[-1], device=device) % 16]
         return make(shape, device) + ScoreBias((Regions(ids=ids),), shape.heads)
 
     return both
