@@ -1,0 +1,151 @@
+"""Edits of the forward kernel that were tried where it does not reach what was aimed at.
+
+Each replaces text of the kernel by other text, so that what was tried can be read, and measured
+again after the kernel has changed (`try_edits.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+FORWARD, STEPS = "triton_forward.py", "triton_steps.py"
+#: no edit at all
+AS_IT_IS = "as it is"
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One thing that was tried.
+
+    Attributes:
+        why: what was hoped for.
+        changes: by file of `flashbias_convert/attention`, pairs of a text, which stands there once
+            unless `everywhere`, and of what takes its place.
+        shapes: names of `attention_shapes.SHAPES` that it was tried at.
+        everywhere: texts may stand there more than once, and all are replaced.
+    """
+
+    why: str
+    changes: Mapping[str, tuple[tuple[str, str], ...]]
+    shapes: tuple[str, ...]
+    everywhere: bool = False
+
+    def apply(self, folder: Path) -> None:
+        """Make the edit in a copy of `flashbias_convert/attention`.
+
+        Raises:
+            ValueError: the kernel has other text by now.
+        """
+        for name, pairs in self.changes.items():
+            text = (folder / name).read_text()
+            for old, new in pairs:
+                found = text.count(old)
+                if found == 0 or (found > 1 and not self.everywhere):
+                    raise ValueError(f"{name} has {old!r} {found} times")
+                text = text.replace(old, new)
+            (folder / name).write_text(text)
+
+
+_PROGRAMS = """    pid_m = pid % blocks
+    g = (pid // blocks) % G
+    b = pid // blocks // G
+"""
+_TILES = "for s in tl.range(lower, upper, BN):"
+_SUMS = "                    total += tl.sum(p, 1)\n"
+_ZEROS = "total = tl.zeros([BM], tl.float32)"
+_WEIGHTS = "p = weights(x, top, to_exp2, TRAINING)"
+_DENSE_WINDOWS = ("swinv2b-s3 dense cosine", "t5 dense", "N=577 D=64 dense")
+_FACTORS = ("swinv2b-s3 R=32", "pangu R=64", "triangle R=32")
+_TABLES = ("swinv2b-s3 table cosine", "t5 table", "beit-l 512 table")
+_LONG = ("pde R=16", "non-causal R=16")
+
+
+def _exponentials(kind: str) -> tuple[str, str]:
+    half = "bfloat16" if kind == "bf16x2" else "float16"
+    ftz = ".ftz" if kind == "bf16x2" else ""
+    return _WEIGHTS, (
+        "p = tl.inline_asm_elementwise("
+        f'"ex2.approx{ftz}.{kind} $0, $1;", "=r,r", '
+        f"[(x * to_exp2 - (top * to_exp2)[:, None]).to(tl.{half})], "
+        f"dtype=tl.{half}, is_pure=True, pack=2).to(tl.float32)"
+    )
+
+
+EDITS: dict[str, Edit] = {
+    "entries side by side": Edit(
+        "programs that run together share the bias of a head and a block of queries",
+        {FORWARD: ((_PROGRAMS, """    beside = tl.num_programs(0) // blocks // G
+    b = pid % beside
+    pid_m = (pid // beside) % blocks
+    g = pid // beside // blocks
+"""),)},
+        (*_DENSE_WINDOWS, *_FACTORS, *_TABLES),
+    ),
+    "heads one by one": Edit(
+        "programs that run together share what belongs to a head, and keys of an entry",
+        {FORWARD: ((_PROGRAMS, """    beside = tl.num_programs(0) // blocks // G
+    pid_m = pid % blocks
+    b = (pid // blocks) % beside
+    g = pid // blocks // beside
+"""),)},
+        (*_DENSE_WINDOWS, *_FACTORS, *_TABLES),
+    ),
+    "factors first": Edit(
+        "the product of factors, which is read from the cache, hides the wait for keys",
+        {STEPS: (
+            ('    x = tl.dot(q, k, input_precision="ieee")\n', ""),
+            ("        x = tl.dot(phi_q, phi_k, x, input_precision=",
+             "        x = tl.dot(phi_q, phi_k, input_precision="),
+            ("    return x\n\n\n@triton.jit\ndef weights(",
+             '    return tl.dot(q, k, x, input_precision="ieee")\n\n\n@triton.jit\ndef weights('),
+            ("    if NATURAL:\n        x = x * size\n", ""),
+        )},
+        _FACTORS,
+    ),
+    "factors stay in the cache": Edit(
+        "keys and values are read once, and need not take the place of factors",
+        {STEPS: (
+            ("phi_k = tile(phi_k_ptrs + far * phi_k_strides[4], in_keys, None, EDGE, False)",
+             "phi_k = tl.load(phi_k_ptrs + far * phi_k_strides[4], mask=in_keys, other=0.0,"
+             ' eviction_policy="evict_last")'),
+            ("        return tl.load(ptrs)\n",
+             '        return tl.load(ptrs, eviction_policy="evict_first")\n'),
+        )},
+        _FACTORS,
+    ),
+    "two steps a turn": Edit(
+        "a step's exponentials run beside the next one's products",
+        {FORWARD: ((_TILES, "for s in tl.range(lower, upper, BN, loop_unroll_factor=2):"),)},
+        (*_DENSE_WINDOWS, *_FACTORS, *_TABLES, *_LONG),
+    ),
+    "sums by the tensor cores": Edit(
+        "a product with ones adds weights up, an addition a score less",
+        {FORWARD: (
+            (_ZEROS, f"{_ZEROS}; sums = tl.zeros([BM, 16], tl.float32)"),
+            (_SUMS, "                    sums = tl.dot(p.to(v_ptr.dtype.element_ty),"
+             " tl.full([BN, 16], 1.0, v_ptr.dtype.element_ty), sums)\n"),
+            ("        again = False\n",
+             "        total += tl.sum(sums, 1) / 16\n        again = False\n"),
+        )},
+        ("swinv2b-s1 shift R=16 cosine", "swinv2b-s3 R=32", *_DENSE_WINDOWS, *_TABLES, *_LONG),
+        everywhere=True,
+    ),
+    "exponentials of bf16, by twos": Edit(
+        "one instruction for two exponentials; levels are coarse",
+        {FORWARD: (_exponentials("bf16x2"),)},
+        _LONG,
+    ),
+    "exponentials of fp16, by twos": Edit(
+        "one instruction for two exponentials; levels are coarse",
+        {FORWARD: (_exponentials("f16x2"),)},
+        _LONG,
+    ),
+    "regions compared everywhere": Edit(
+        "what it costs to look for windows of one region, and saves",
+        {FORWARD: (("IDS_SCANNED: tl.constexpr = ids_ptr is not None and parts_ptr is None",
+                    "IDS_SCANNED: tl.constexpr = False"),)},
+        ("swinv2b-s1 shift R=16 cosine",),
+    ),
+}  # fmt: skip
