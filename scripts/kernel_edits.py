@@ -62,6 +62,28 @@ _TABLES = ("swinv2b-s3 table cosine", "t5 table", "beit-l 512 table")
 _LONG = ("pde R=16", "non-causal R=16")
 
 
+_SHIFTED = ("swinv2b-s1 shift R=16 cosine",)
+_COMPARED = "if ids_ptr is not None:"
+
+
+def _one_region(told: str) -> dict[str, tuple[tuple[str, str], ...]]:
+    """A third pass over the tiles, for windows of more regions; `told` says which are not."""
+    return {FORWARD: (
+        ("    if parts_ptr is not None:\n        # whole blocks of the keys",
+         f"    is_plain = True\n    if ids_ptr is not None:{told}"
+         "    if parts_ptr is not None:\n        # whole blocks of the keys"),
+        ("in tl.static_range(3 if SCANNED else 2):",
+         "in tl.static_range(3 if ids_ptr is not None else 2):"),
+        ("            if SCANNED and PASS != EDGES:\n"
+         "                upper = tl.where(is_range == (PASS == INSIDE), quick_end, begin)\n",
+         "            if ids_ptr is not None and PASS != EDGES:\n"
+         "                upper = tl.where(is_plain == (PASS == INSIDE), quick_end, begin)\n"),
+        *((f"{' ' * deep}{_COMPARED}\n{' ' * deep}    {next_}",
+           f"{' ' * deep}if ids_ptr is not None and PASS != INSIDE:\n{' ' * deep}    {next_}")
+          for deep, next_ in ((16, "key_region ="), (20, "x = tl.fma"), (20, "level = top"))),
+    )}  # fmt: skip
+
+
 def _exponentials(kind: str) -> tuple[str, str]:
     half = "bfloat16" if kind == "bf16x2" else "float16"
     ftz = ".ftz" if kind == "bf16x2" else ""
@@ -142,10 +164,23 @@ EDITS: dict[str, Edit] = {
         {FORWARD: (_exponentials("f16x2"),)},
         _LONG,
     ),
-    "regions compared everywhere": Edit(
-        "what it costs to look for windows of one region, and saves",
-        {FORWARD: (("IDS_SCANNED: tl.constexpr = ids_ptr is not None and parts_ptr is None",
-                    "IDS_SCANNED: tl.constexpr = False"),)},
-        ("swinv2b-s1 shift R=16 cosine",),
+    "windows of one region, looked for": Edit(
+        "most windows of a shifted map are one region, whose pairs need not be compared",
+        _one_region("""
+        of_keys = tl.load(key_ids_ptr)
+        found = tl.zeros([256], tl.int32)
+        for s in range(0, end, 256):
+            where = tl.minimum(s + tl.arange(0, 256), end - 1)
+            found |= (tl.load(key_ids_ptr + where * key_ids_strides[3]) != of_keys).to(tl.int32)
+        is_plain = (tl.max(found, 0) == 0) & (tl.max((region != of_keys).to(tl.int32), 0) == 0)
+"""),
+        _SHIFTED,
+    ),
+    "windows of one region, known": Edit(
+        "the same, with one comparison that is right for shifted windows alone",
+        _one_region("""
+        is_plain = tl.load(key_ids_ptr) == tl.load(key_ids_ptr + (M - 1) * key_ids_strides[3])
+"""),
+        _SHIFTED,
     ),
 }  # fmt: skip

@@ -181,7 +181,8 @@ def main() -> None:
             if time.monotonic() - started > options.stop_s:
                 print(f"stopped before {name}")
                 break
-            found = two_entries(name) if options.two_entries else candidates(name, options.quick)
+            others = two_entries(name) if options.two_entries else candidates(name, options.quick)
+            found = [present(name), *others]
             left = [s for s in dict.fromkeys(found) if table.find(_row(name, s, where)) is None]
             states = pool.map(run_once, [(name, s) for s in left], chunksize=1)
             for settings, state in zip(left, states, strict=True):

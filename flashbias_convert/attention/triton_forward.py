@@ -20,7 +20,6 @@ from .triton_steps import (
     LOG2E,
     at,
     follow,
-    one_region,
     products,
     raise_level,
     start_quick,
@@ -234,17 +233,10 @@ def attention_kernel(
         full = tl.minimum(full, tl.maximum(start + first + 1, 0) // BN * BN)
     begin, left, seen = 0, 0, M
     SCANNED: tl.constexpr = key_mask_ptr is not None and parts_ptr is None
-    # most windows of a shifted map are one region, whose pairs need not be compared
-    IDS_SCANNED: tl.constexpr = ids_ptr is not None and parts_ptr is None
-    THIRD: tl.constexpr = SCANNED or IDS_SCANNED
-    is_plain = True
-    if IDS_SCANNED:
-        is_plain = one_region(region, key_ids_ptr, key_ids_strides[3], end)
     if SCANNED:
         # of padding it is enough to know where it is: hidden keys at both ends are not read, and
         # tiles between them need no mask. One at the left that is hidden in part comes first.
         first_seen, end, is_range = visible_range(key_mask_ptr, key_mask_strides[3], end)
-        is_plain = is_plain & is_range
         padded_tile = first_seen // BN * BN
         left = tl.where(first_seen > padded_tile, BN, 0)
         begin = padded_tile + left
@@ -292,11 +284,11 @@ def attention_kernel(
     acc = tl.zeros([BM, BLOCK_DV], tl.float32)
     again = True
     while again:
-        for PASS in tl.static_range(3 if THIRD else 2):
+        for PASS in tl.static_range(3 if SCANNED else 2):
             lower = first_key - left if PASS == EDGES else begin
             upper = end if PASS == EDGES else quick_end
-            if THIRD and PASS != EDGES:
-                upper = tl.where(is_plain == (PASS == INSIDE), quick_end, begin)
+            if SCANNED and PASS != EDGES:
+                upper = tl.where(is_range == (PASS == INSIDE), quick_end, begin)
             if QUICK and PASS == INSIDE:
                 raised = raise_level(top, quick_end > begin, to_exp2, FP16)
                 if parts_ptr is not None:
@@ -348,7 +340,7 @@ def attention_kernel(
                         x += entry * (table_row * per_size)[:, None]
                     else:
                         x += entry * per_size
-                if ids_ptr is not None and not (IDS_SCANNED and PASS == INSIDE):
+                if ids_ptr is not None:
                     key_region = tl.load(key_ids_ptr + safe_k * key_ids_strides[3])
                     same = region[:, None] == key_region[None, :]
                     # elsewhere it is chosen with what is subtracted: an addition less
@@ -402,7 +394,7 @@ def attention_kernel(
 
                 if BOUNDED:
                     # no exponential can overflow: no need to follow the largest score
-                    if ids_ptr is not None and not (IDS_SCANNED and PASS == INSIDE):
+                    if ids_ptr is not None:
                         x = tl.fma(x, to_exp2, tl.where(same, 0.0, apart[:, None]))
                         p = tl.exp2(x)
                     else:
@@ -411,7 +403,7 @@ def attention_kernel(
                 elif PASS == EDGES or not QUICK:
                     top, total, acc, p = follow(x, top, total, acc, to_exp2, TRAINING)
                 else:
-                    if ids_ptr is not None and not (IDS_SCANNED and PASS == INSIDE):
+                    if ids_ptr is not None:
                         level = top * to_exp2
                         level = tl.where(same, -level[:, None], (apart - level)[:, None])
                         p = tl.exp2(tl.fma(x, to_exp2, level))

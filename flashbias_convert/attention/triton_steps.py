@@ -18,8 +18,6 @@ LOG2E = tl.constexpr(1.4426950408889634)
 EDGES, INSIDE = tl.constexpr(0), tl.constexpr(1)
 #: keys of a mask that are looked at together
 MASK_BLOCK = tl.constexpr(1024)
-#: and regions of keys, of which many would take registers that the loops over tiles need
-IDS_BLOCK = tl.constexpr(256)
 
 
 @triton.jit
@@ -62,18 +60,6 @@ def visible_range(mask_ptr, stride, end):
         count += tl.sum(seen.to(tl.int32), 0)
     first = tl.minimum(first, last)
     return first, last, count == last - first
-
-
-@triton.jit
-def one_region(region, ids_ptr, stride, end):
-    """Whether queries of these regions and the first `end` keys are all of one region."""
-    of_keys = tl.load(ids_ptr, mask=end > 0, other=0)
-    keys = tl.arange(0, IDS_BLOCK)
-    apart = tl.zeros([IDS_BLOCK], tl.int32)
-    for s in range(0, end, IDS_BLOCK):
-        where = tl.minimum(s + keys, end - 1)
-        apart |= (tl.load(ids_ptr + where.to(tl.int64) * stride) != of_keys).to(tl.int32)
-    return (tl.max(apart, 0) == 0) & (tl.max((region != of_keys).to(tl.int32), 0) == 0)
 
 
 @triton.jit

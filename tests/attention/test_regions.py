@@ -1,4 +1,4 @@
-"""Regions of shifted windows: most windows are one region, and their pairs are not compared."""
+"""Regions of shifted windows: most windows are one region, others have up to four."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from flashbias_convert import Regions
-from flashbias_convert.attention import flashbias_attention, launch
-from flashbias_convert.attention.tuning import LaunchSettings
 
 from .cases import Inputs, check
 
@@ -69,19 +67,3 @@ def test_with_a_mask_of_keys(
         mask[:, 120:150] = False
     ids = Regions(ids=x.integers(regions, 2, x.n), key_ids=x.integers(regions, 2, x.m), value=-3.0)
     check(x, x.bias(x.low_rank(3), ids), kernel, key_mask=mask)
-
-
-@pytest.mark.parametrize("cosine", [False, True])
-def test_one_region_is_computed_as_if_there_were_none(
-    cosine: bool, dtype: torch.dtype, kernel: str, device: torch.device
-) -> None:
-    x = Inputs(device, dtype, batch=(2,), n=150, heads=2, d=32)
-    given = [x.low_rank(3)]
-    ids = torch.full((x.n,), 5, dtype=torch.int32, device=device)
-    options: dict[str, Any] = {"cosine": True, "scale": 8.0} if cosine else {}
-
-    def of(*terms: Any) -> Tensor:
-        with launch.forced(LaunchSettings(32, 32, 4, 2)):  # whose sums are in one order
-            return flashbias_attention(x.q, x.k, x.v, x.bias(*terms), backend=kernel, **options)
-
-    assert torch.equal(of(*given, Regions(ids=ids, value=-3.0)), of(*given))
