@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -89,6 +90,10 @@ def timed_row(
     )
 
 
+#: how a traceback ends
+_RAISED = re.compile(r"[\w.]*(Error|Exception|Resources)\b: ")
+
+
 def failure(error: BaseException) -> str:
     """What went wrong, in one line."""
     if isinstance(error, torch.OutOfMemoryError):
@@ -96,6 +101,9 @@ def failure(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # compilers say first that they failed, and then why
     said = " ".join(lines[:2] if lines and lines[0].endswith("raised:") else lines[:1])
+    if said.endswith("in a subprocess:"):  # the end of its traceback
+        raised = [line for line in lines[1:] if _RAISED.match(line)]
+        said = raised[-1] if raised else said
     text = one_line(f"{type(error).__name__}: {said}")
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
 
