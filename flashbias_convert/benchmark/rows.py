@@ -90,7 +90,8 @@ def timed_row(
     )
 
 
-#: how a traceback ends
+#: how a compiler of kernels says where it failed, and how a traceback ends
+_AT_A_LINE = re.compile(r"at \d+:\d+:$")
 _RAISED = re.compile(r"[\w.]*(Error|Exception|Resources)\b: ")
 
 
@@ -104,6 +105,8 @@ def failure(error: BaseException) -> str:
     if said.endswith("in a subprocess:"):  # the end of its traceback
         raised = [line for line in lines[1:] if _RAISED.match(line)]
         said = raised[-1] if raised else said
+    if _AT_A_LINE.search(said) and "^" in lines[:-1]:  # of a kernel, which is shown up to there
+        said = f"{said} {lines[lines.index('^') + 1]}"
     text = one_line(f"{type(error).__name__}: {said}")
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
 

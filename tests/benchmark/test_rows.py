@@ -19,6 +19,15 @@ triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 
 
 Set TORCHDYNAMO_VERBOSE=1 for the internal stack trace
 """
+KERNEL = """An exception occurred in a subprocess:
+
+Name=triton_flex_decoding
+triton.compiler.errors.CompilationError: at 184:20:
+    x = tl.load(a)
+    y = tl.dot(x, b)
+        ^
+Input shapes should be known
+"""
 
 
 @pytest.mark.parametrize(
@@ -32,6 +41,8 @@ Set TORCHDYNAMO_VERBOSE=1 for the internal stack trace
          "out of resource: shared memory, Required: 300000"),
         (RuntimeError("SubprocException: An exception occurred in a subprocess:\n\nName=x"),
          "RuntimeError: SubprocException: An exception occurred in a subprocess:"),
+        (RuntimeError(KERNEL), "RuntimeError: triton.compiler.errors.CompilationError: "
+         "at 184:20: Input shapes should be known"),
         (KeyError(), "KeyError:"),
     ],
 )  # fmt: skip
