@@ -14,15 +14,20 @@ OURS = "ours"
 #: shown by their size: (batch, heads, N, D) and what is added
 WORDS = {
     "swinv2b-s3 R=16": "SwinV2-B stage 3 (64, 16, 576, 32), rank 16",
-    "swinv2b-s3 R=16 cosine": "the same with cosine attention",
+    "swinv2b-s3 R=32": "the same, rank 32",
+    "swinv2b-s3 R=16 cosine": "the same with cosine attention, rank 16",
     "swinv2b-s3 table cosine": "the same, exact table",
+    "swinv2b-s3 dense cosine": "the same, dense",
     "swinv2b-s1 shift R=16 cosine": "SwinV2-B stage 1 (1024, 4, 576, 32), shift mask, cosine",
     "pangu R=64": "Pangu-Weather (1024, 6, 144, 32), rank 64",
+    "pangu dense": "the same, dense",
     "plain R=16": "plain (1, 8, 8192, 64), rank 16",
     "non-causal R=16": "long (2, 4, 16384, 32), rank 16",
     "pde R=16": "PDE solver (1, 8, 32186, 16), rank 16",
-    "triangle dense": "triangle attention (1218, 4, 1218, 32), dense pair bias",
+    "triangle dense": "triangle (1218, 4, 1218, 32), dense",
+    "triangle R=32": "the same, rank 32",
     "t5 table": "T5 (8, 12, 512, 64), exact table",
+    "t5 dense": "the same, dense",
     "beit-l 512 table": "BEiT-L (16, 16, 1025, 64), exact table",
     "sam-b global axial": "SAM-B global (4, 12, 4096, 64), axial",
     "alibi gpt2": "ALiBi GPT-2 (8, 25, 2048, 64), causal",
@@ -39,7 +44,7 @@ def table(file: Path) -> str:
     out = ["| attention | ours | best other with the bias | best without any bias |"]
     out.append("|---|---|---|---|")
     for shape, words in WORDS.items():
-        own = [r for r in rows if r["shape"] == shape and not r["peer"].startswith("prototype")]
+        own = [r for r in rows if r["shape"] == shape]
         ours = next((float(r["median_ms"]) for r in own if r["peer"] == OURS), None)
         if ours is None:
             continue
@@ -50,7 +55,8 @@ def table(file: Path) -> str:
                 continue
             others = [r for r in own if r["has_bias"] == has_bias and OURS not in r["peer"]]
             best = min(others, key=lambda r: float(r["median_ms"]))
-            cells.append(f"{float(best['median_ms']) / ours:.2f}x ({best['peer'].split(',')[0]})")
+            name = best["peer"].split(",")[0] + (" tuned" if "tuned" in best["peer"] else "")
+            cells.append(f"{float(best['median_ms']) / ours:.2f}x ({name})")
         out.append(f"| {words} | {' | '.join(cells)} |")
     return "\n".join(out)
 
