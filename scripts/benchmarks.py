@@ -51,7 +51,7 @@ def _pairformer(parts: str, sizes: str, more: str = "") -> str:
 
 #: by group, commands in the order of what matters most; {output} is the folder of tables
 GROUPS = {
-    "suite": ["gpu_suite.py --output {output}/gpu_suite.json"],
+    "suite": ["gpu_suite.py --resume --output {output}/gpu_suite.json"],
     "pairformer": [
         _pairformer("core", "1218 768 384 256 2048"),
         _pairformer("training diffusion inference", "1218 384 768 256"),
@@ -106,6 +106,7 @@ GROUPS = {
     ],
     "tuning": [
         "tune_hopper.py --resume --output {output}/tune_hopper.csv",
+        "try_edits.py --output {output}/kernel_edits.csv",
         "tune_attention.py --two-entries --shapes 'triangle dense' 't5 dense' 'pangu dense' "
         "--resume --output {output}/tune_entries.csv",
         "tune_backward.py --trained --kernels queries keys all --head-sizes 16 --columns 16 "

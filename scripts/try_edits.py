@@ -1,6 +1,6 @@
 """What else was tried to make the forward kernel faster: edits of its text, beside it as it is.
 
-python scripts/try_edits.py [--edits NAME ...] [--shapes NAME ...] [--output FILE.csv] [--resume]
+python scripts/try_edits.py [--edits NAME ...] [--shapes NAME ...] [--output FILE.csv]
 
 Every edit of `kernel_edits.py` is made in a copy of the package, and every shape that it was tried
 at is timed with that copy in a process of its own, in bf16, by CUDA graph replays: kernels are
@@ -118,11 +118,10 @@ def main() -> None:
     parser.add_argument("--edits", nargs="*", choices=list(EDITS), default=list(EDITS))
     parser.add_argument("--shapes", nargs="*")
     parser.add_argument("--output", type=Path, default=OUTPUT)
-    parser.add_argument("--resume", action="store_true", help="keep the rows of the output")
     parser.add_argument("--together", type=int, default=16, help="processes that compile")
     parser.add_argument("--stop-s", type=float, help="begin to time nothing after")
     options = parser.parse_args()
-    table = RowFile(options.output, COLUMNS, key=("shape", "edit"), resume=options.resume)
+    table = RowFile(options.output, COLUMNS, key=("shape", "edit"))
     pairs = wanted(options.edits, options.shapes)
     with tempfile.TemporaryDirectory() as name:
         results = Path(name) / "results"
