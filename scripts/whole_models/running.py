@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import math
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -129,7 +130,12 @@ def _with_truths(jobs: Sequence[Job], together: int) -> list[Job]:
 
 
 def truth_job(job: Job, wait: Wait) -> None:
-    """Find what the rows of a model are compared with, and write it."""
+    """Find what the rows of a model are compared with, and write it.
+
+    Kernel by kernel: a process that is stopped for another one's measurement goes on with what it
+    has launched, and in float32 that may be seconds of work beside it.
+    """
+    os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # read when the card is first used, which is later
     save_truth(find_truth(job.case(), job.how), job.truth)
     wait()
 

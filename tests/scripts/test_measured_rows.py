@@ -138,6 +138,7 @@ def test_every_row_is_written_by_a_process_of_its_own(
         return lost
 
     monkeypatch.setattr(running, "in_turns", in_turns)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")  # of this process, not what a job makes of it
     for together in (1, 3):
         turns.clear()
         options = argparse.Namespace(device="cpu", dtype="float32", repeats=1, limit_s=0.0,
@@ -168,6 +169,7 @@ def test_the_truth_is_found_once_for_all_rows_of_a_model(
         return []
 
     monkeypatch.setattr(running, "in_turns", in_turns)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")  # of this process, not what a job makes of it
     options = argparse.Namespace(device="cpu", dtype="bfloat16", repeats=1, limit_s=0.0,
                                  stop_s=0.0, tiny=True, variants=["original", "exact"],
                                  together=1)  # fmt: skip
