@@ -84,6 +84,21 @@ class HandAttention(nn.Module):
         return self._flex(q, k, v, self._matrix(), place, None, self.scale)
 
 
+@torch.library.custom_op("flashbias_scripts::whole", mutates_args=())
+def whole(x: Tensor) -> Tensor:
+    """The same numbers in memory of their own.
+
+    A compiler computes a bias again for each score inside of FlexAttention's kernel where it knows
+    how: then it is none that is read.
+    """
+    return x.clone()
+
+
+@whole.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
 def aligned(keys: int) -> int:
     """Entries of a row that fused kernels can read: `keys` and some padding."""
     return -(-keys // _ALIGNMENT) * _ALIGNMENT

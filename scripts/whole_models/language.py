@@ -42,6 +42,7 @@ from .hand import (
     flex_bare_on,
     flex_on,
     sdpa,
+    whole,
 )
 
 _WAYS = (ORIGINAL, SDPA, SDPA_CUDNN, FLEX, FLEX_ALIBI, NO_BIAS, NONE_CUDNN, EXACT)
@@ -120,7 +121,9 @@ class HandAlibiModel(AlibiGPT2Model):
         added = self.slopes[:, None, None] * (padded - slots[:, None])
         if not grows:
             added = added.masked_fill(padded > slots[:, None], float("-inf"))
-        return added[None].to(dtype)[..., :m], None, slots
+        bias = added[None].to(dtype)
+        bias = whole(bias) if self.way == FLEX else bias
+        return bias[..., :m], None, slots
 
     def know(self, n: int, dtype: torch.dtype) -> None:
         """Prepare for prompts of n tokens."""
