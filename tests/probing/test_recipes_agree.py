@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from flashbias_convert import Regions, SiteProbe, inspect_model, patch_model, probe_model
 from flashbias_convert.inputs import as_inputs
 from flashbias_convert.modules import ScoreBiasModule
+from flashbias_convert.probing.known import Known
 from flashbias_convert.terms import ScoreBias
 from tests.support import assert_parity
 
@@ -105,6 +107,27 @@ def test_terms_of_the_prober_give_the_recovered_bias(name: str) -> None:
         lost = (written - wanted).square().sum((-1, -2))
         allowed = (1 - 0.99) * wanted.square().sum((-1, -2))
         assert bool((lost <= allowed * (1 + 1e-6)).all()), site
+
+
+#: what a site says of recipes; all else is found without them, but for notes that name one
+OF_RECIPES = ("recipe", "recipe_site", "refused", "notes")
+
+
+@pytest.mark.parametrize("name", [*MODELS, *IN_CALLS])
+def test_nothing_else_depends_on_recipes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any recipe a model's biases are recovered and called the same."""
+    model, inputs = (MODELS | IN_CALLS)[name]()
+    with_recipes = probe_model(model, inputs)
+    assert any(site.recipe for site in with_recipes.sites)
+    monkeypatch.setattr(sys.modules[probe_model.__module__], "known_of", lambda *_, **__: Known())
+    without = probe_model(model, inputs)
+    assert not any(site.recipe for site in without.sites)
+    nothing: dict[str, Any] = dict.fromkeys(OF_RECIPES)
+    for site, other in zip(with_recipes.sites, without.sites, strict=True):
+        assert {**site.to_dict(), **nothing} == {**other.to_dict(), **nothing}
+        assert set(other.notes) == {note for note in site.notes if str(site.recipe) not in note}
+        assert (site.bias is None) == (other.bias is None)
+        assert site.bias is None or torch.equal(site.bias, other.bias)
 
 
 def biases_of_calls(model: nn.Module, inputs: Any) -> dict[str, list[Tensor]]:

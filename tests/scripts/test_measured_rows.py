@@ -59,9 +59,7 @@ def slow(seconds: float, problem: Exception | None = None) -> Case:
 
 def test_no_converted_family_is_slower_than_its_original() -> None:
     """Of committed rows, compiled: what a plan converts; originals with what they can switch on."""
-    rows: dict[str, dict[str, dict[str, str]]] = {}
-    for row in csv.DictReader((SCRIPTS / "results" / "bench_families.csv").open(newline="")):
-        rows.setdefault(row["model"], {})[row["variant"]] = row
+    rows = rows_by_model("bench_families.csv")
     converted = {model: own for model, own in rows.items() if "ours-compiled" in own}
     readme = (SCRIPTS.parent / "README.md").read_text()
     assert f"Of {len(converted)} models that a plan converts" in readme
@@ -73,6 +71,40 @@ def test_no_converted_family_is_slower_than_its_original() -> None:
             for column in ("median_ms", "replay_ms"):
                 if other.get(column) and ours[column]:
                     assert float(ours[column]) <= float(other[column]), (model, name, column)
+
+
+def rows_by_model(name: str) -> dict[str, dict[str, dict[str, str]]]:
+    """Rows of a committed table, by model and variant."""
+    rows: dict[str, dict[str, dict[str, str]]] = {}
+    for row in csv.DictReader((SCRIPTS / "results" / name).open(newline="")):
+        rows.setdefault(row["model"], {})[row["variant"]] = row
+    return rows
+
+
+@pytest.mark.parametrize("mode", ["compiled", "graphs"])
+def test_no_converted_model_is_slower_than_its_original(mode: str) -> None:
+    """As a plan has it: exactly, or by `auto`."""
+    compared = 0
+    for model, own in rows_by_model("bench_models.csv").items():
+        original = own.get(f"original-{mode}", {})
+        for way in ("exact", "ours"):
+            ours = own.get(f"{way}-{mode}", {})
+            for column in ("median_ms", "replay_ms"):
+                if original.get(column) and ours.get(column):
+                    assert float(ours[column]) <= float(original[column]), (model, way, column)
+                    compared += 1
+    assert compared >= (10 if mode == "compiled" else 3)
+
+
+def test_the_published_mpnet_is_at_least_half_as_fast_again() -> None:
+    rows = rows_by_model("bench_mpnet.csv")
+    assert set(rows) == {f"MPNet, all-mpnet-base-v2, {d}" for d in ("float16", "bfloat16")}
+    for model, own in rows.items():
+        for mode in ("", "-compiled"):
+            original, ours = (own[f"{way}{mode}"] for way in ("original", "ours"))
+            assert (ours["batch"], ours["tokens"], ours["status"]) == ("64", "512", "measured")
+            ratio = float(original["median_ms"]) / float(ours["median_ms"])
+            assert ratio >= 1.5, (model, mode)
 
 
 def test_rows_that_fail_say_why() -> None:
