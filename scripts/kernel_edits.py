@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-FORWARD, STEPS = "triton_forward.py", "triton_steps.py"
+FORWARD, STEPS, LOOKUP = "triton_forward.py", "triton_steps.py", "triton_lookup.py"
 #: no edit at all
 AS_IT_IS = "as it is"
 
@@ -59,9 +59,54 @@ _WEIGHTS = "p = weights(x, top, to_exp2, TRAINING)"
 _DENSE_WINDOWS = ("swinv2b-s3 dense cosine", "t5 dense", "N=577 D=64 dense")
 _FACTORS = ("swinv2b-s3 R=32", "pangu R=64", "triangle R=32")
 _TABLES = ("swinv2b-s3 table cosine", "t5 table", "beit-l 512 table")
+#: the last has a class token, after which keys are in twos of two rows
+_LOOKED_UP = (
+    "swinv2b-s3 table cosine", "t5 table", "N=144 D=64 table", "N=512 D=64 table",
+    "N=2048 D=64 table", "beit-l 512 table",
+)  # fmt: skip
 _LONG = ("pde R=16", "non-causal R=16")
 
 
+_LOOK = "                    entry = look_up(table_ptr, code[:, None] + key_code[None, :])\n"
+_KEY_CODE = "                    key_code = tl.load(codes_k_ptr + safe_k)\n"
+_ROW_BASE = (
+    "        code = tl.load(codes_q_ptr + safe_m)\n",
+    "        code = table_ptr.to(tl.int64) + 4 * tl.load(codes_q_ptr + safe_m)\n",
+)
+_FROM_ROW = (
+    "@triton.jit\ndef look_up(table_ptr, index):\n",
+    """ONE = tl.constexpr(
+    "{ .reg .u64 at; cvt.u64.u32 at, $1; add.u64 at, at, $2; ld.global.nc.f32 $0, [at]; }"
+)
+PAIR = tl.constexpr(
+    "{ .reg .u64 at; cvt.u64.u32 at, $2; add.u64 at, at, $3;"
+    " ld.global.nc.f32 $0, [at]; ld.global.nc.f32 $1, [at+-4]; }"
+)
+
+
+@triton.jit
+def look_up_from(base, index):
+    return tl.inline_asm_elementwise(
+        ONE, "=f,r,l", [4 * index, base], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def look_up_pairs(base, index, BM: tl.constexpr, BN: tl.constexpr):
+    low, high = tl.inline_asm_elementwise(
+        PAIR, "=f,=f,r,l", [4 * index, base], dtype=(tl.float32, tl.float32), is_pure=True, pack=1
+    )
+    return tl.reshape(tl.join(low, high), [BM, BN])
+
+
+@triton.jit
+def look_up(table_ptr, index):
+""",
+)
+_IMPORT = (
+    "from .triton_lookup import look_up\n",
+    "from .triton_lookup import look_up, look_up_from, look_up_pairs\n",
+)
 _SHIFTED = ("swinv2b-s1 shift R=16 cosine",)
 _COMPARED = "if ids_ptr is not None:"
 
@@ -163,6 +208,26 @@ EDITS: dict[str, Edit] = {
         "one instruction for two exponentials; levels are coarse",
         {FORWARD: (_exponentials("f16x2"),)},
         _LONG,
+    ),
+    "an address for each row": Edit(
+        "codes of queries are added to the address once, not for each score",
+        {LOOKUP: (_FROM_ROW,), FORWARD: (_IMPORT, _ROW_BASE, (
+            _LOOK,
+            "                    entry = look_up_from(code[:, None], key_code[None, :])\n",
+        ))},
+        _LOOKED_UP,
+    ),
+    "keys by twos": Edit(
+        "an address for two keys, whose codes are one apart, as in windows of an even width",
+        {LOOKUP: (_FROM_ROW,), FORWARD: (_IMPORT, _ROW_BASE, (
+            _KEY_CODE + _LOOK,
+            """                    even = s + 2 * tl.arange(0, BN // 2)
+                    even = tl.minimum(even, M - 2) if PASS == EDGES else even
+                    key_code = tl.load(codes_k_ptr + even)
+                    entry = look_up_pairs(code[:, None], key_code[None, :], BM, BN)
+""",
+        ))},
+        _LOOKED_UP[:-1],
     ),
     "windows of one region, looked for": Edit(
         "most windows of a shifted map are one region, whose pairs need not be compared",
