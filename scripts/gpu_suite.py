@@ -29,6 +29,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 #: what a result is of
 CODE = ("flashbias_convert", "tests/attention", "tests/device")
+#: pytest's exit code where no test was chosen
+NOTHING_LEFT = 5
 #: seconds for pytest to say what it knows, once it is told to end
 GRACE_S = 5
 SUITES = ("tests/attention", "tests/device")
@@ -97,6 +99,8 @@ def main() -> int:
     }
     start = time.time()
     code = run(command, places, options.stop_s)
+    if code == NOTHING_LEFT and len(suite_record.read(known)) > 1:
+        code = 0
     known.unlink()
     result = told(record, code) | {
         "seconds": round(time.time() - start, 1),

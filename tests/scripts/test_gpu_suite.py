@@ -108,5 +108,12 @@ def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["complete"] and found["passed"] >= 7 and not found["failures"]
     assert found["card"] == "a card" and found["suites"] == ["tests/benchmark/test_rows.py"]
     assert list(tmp_path.iterdir()) == [output]
+    record, _ = gpu_suite.record_of(output, resume=False)
+    tests = [
+        f"tests/benchmark/test_rows.py::{name}" for name in ("test_a_long_reason_is_cut", "other")
+    ]
+    record.write_text(record.read_text() + "".join(f'["{t}", "passed"]\n' for t in tests))
+    again = of("--resume", "tests/benchmark/test_rows.py::test_a_long_reason_is_cut")
+    assert again["complete"] and again["passed"] == len(tests)
     cut = of("--stop-s", "0.1", "tests/benchmark/test_rows.py")
     assert not cut["complete"] and cut["passed"] == 0
