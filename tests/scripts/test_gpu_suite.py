@@ -116,4 +116,4 @@ def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     again = of("--resume", "tests/benchmark/test_rows.py::test_a_long_reason_is_cut")
     assert again["complete"] and again["passed"] == len(tests)
     cut = of("--stop-s", "0.1", "tests/benchmark/test_rows.py")
-    assert not cut["complete"] and cut["passed"] == 0
+    assert not cut["complete"]  # how far it came is a matter of luck
