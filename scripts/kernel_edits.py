@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FORWARD, STEPS, LOOKUP = "triton_forward.py", "triton_steps.py", "triton_lookup.py"
+PACKING = "packing.py"
 #: no edit at all
 AS_IT_IS = "as it is"
 
@@ -106,6 +107,23 @@ def look_up(table_ptr, index):
 _IMPORT = (
     "from .triton_lookup import look_up\n",
     "from .triton_lookup import look_up, look_up_from, look_up_pairs\n",
+)
+_BY_TWOS = """                    even = s + 2 * tl.arange(0, BN // 2)
+                    even = tl.minimum(even, M - 2) if PASS == EDGES else even
+                    key_code = tl.load(codes_k_ptr + even)
+                    entry = look_up_pairs(code[:, None], key_code[None, :], BM, BN)
+"""
+_UNSCALED = (
+    "                        x += entry * per_size\n",
+    "                        x += entry\n",
+)
+_DIVIDED = (
+    "            tensors |= pack_term(term)\n            spec |= spec_fields(term)\n",
+    """            tensors |= pack_term(term)
+            if "table" in tensors and scale is not None:
+                tensors["table"] = tensors["table"] / scale
+            spec |= spec_fields(term)
+""",
 )
 _SHIFTED = ("swinv2b-s1 shift R=16 cosine",)
 _COMPARED = "if ids_ptr is not None:"
@@ -219,14 +237,18 @@ EDITS: dict[str, Edit] = {
     ),
     "keys by twos": Edit(
         "an address for two keys, whose codes are one apart, as in windows of an even width",
-        {LOOKUP: (_FROM_ROW,), FORWARD: (_IMPORT, _ROW_BASE, (
-            _KEY_CODE + _LOOK,
-            """                    even = s + 2 * tl.arange(0, BN // 2)
-                    even = tl.minimum(even, M - 2) if PASS == EDGES else even
-                    key_code = tl.load(codes_k_ptr + even)
-                    entry = look_up_pairs(code[:, None], key_code[None, :], BM, BN)
-""",
-        ))},
+        {LOOKUP: (_FROM_ROW,), FORWARD: (_IMPORT, _ROW_BASE, (_KEY_CODE + _LOOK, _BY_TWOS))},
+        _LOOKED_UP[:-1],
+    ),
+    "tables divided by the scale": Edit(
+        "entries in the units of scores begin their sums, a product a score less",
+        {PACKING: (_DIVIDED,), FORWARD: (_UNSCALED,)},
+        _LOOKED_UP,
+    ),
+    "keys by twos, tables divided": Edit(
+        "both",
+        {LOOKUP: (_FROM_ROW,), PACKING: (_DIVIDED,),
+         FORWARD: (_IMPORT, _ROW_BASE, (_KEY_CODE + _LOOK, _BY_TWOS), _UNSCALED)},
         _LOOKED_UP[:-1],
     ),
     "windows of one region, looked for": Edit(
