@@ -61,6 +61,8 @@ class PatchedAttention(Composed):
     split_over: int = 1
     #: names of parameters that rest while the terms are trained
     resting: tuple[str, ...] = ()
+    #: what is still to be written of this class; until nothing is, no module is patched with it
+    unfinished: ClassVar[str] = ""
     score_bias: ScoreBiasModule
     _seal: Seal
     #: what the seal says of that; see `TracedBias` on what compiled code looks at

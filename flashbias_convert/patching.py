@@ -123,7 +123,8 @@ def _apply_site(
     if recipe is None or recipe.name != site.recipe:
         raise UsageError(
             f"the plan wants recipe {site.recipe!r} for {site.name!r}, but "
-            f"{type(module).__name__} has {recipe.name if recipe else 'none'}"
+            f"{type(module).__name__} has {recipe.name if recipe else 'none'}",
+            "pass the recipe that it was converted with: recipes=[load_recipe_file(...)]",
         )
     with at_hand([module]):  # the terms of a plan from a file are made where the weights are
         _apply_at_hand(module, site, recipe, backend, empty)
@@ -149,7 +150,7 @@ def _apply_at_hand(
             trained=site.trains_terms(),
         )
     except UsageError as error:
-        raise UsageError(f"{site.name}: {error}") from error
+        raise UsageError(f"{site.name}: {error.message}", error.hint) from error
 
 
 def _apply_owners(model: nn.Module, registry: Registry) -> None:

@@ -83,13 +83,19 @@ def patch_module(
         trained: the terms become parameters, and what they were made from rests.
 
     Raises:
-        UsageError: the module cannot be patched, see `refusal`, or its terms cannot be trained.
+        UsageError: the module cannot be patched, see `refusal`, its terms cannot be trained, or
+            the class is `unfinished`.
     """
     reason = refusal(module)
     if reason is None and trained and not awaits_load:
         reason = dropout_problem(module, recipe_class.bypassed)
     if reason:
         raise UsageError(reason)
+    if recipe_class.unfinished:
+        raise UsageError(
+            f"{recipe_class.__name__} is not finished: {recipe_class.unfinished}",
+            f"do so in its recipe, and take `unfinished` out of {recipe_class.__name__}",
+        )
     terms = ScoreBiasModule(bias, backend, builders, modules, trained)
     terms.train(module.training)
     with at_hand([module]):

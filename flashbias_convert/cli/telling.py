@@ -113,14 +113,33 @@ def _how_to_go_on(request: Request, done: Conversion) -> list[str]:
             return ["nothing was written; to convert, leave out --dry-run"]
         command = f"flashbias-convert {_quoted(request.checkpoint)}"
         return [f"nothing was written; to convert: {command}, with the same options"]
-    arch = ", arch=..." if done.architecture.library == "caller" else ""
-    if done.architecture.factory is not None:
-        arch = f", arch={done.architecture.name.rpartition(':')[2]}"
     return [
         f"wrote {done.output} ({_megabytes(done.output)}) and {done.plan_file}",
         "to load it:",
-        "    from flashbias_convert import load_model",
-        f'    model = load_model("{done.output}"{arch})',
+        *(f"    {line}" for line in _loading(request, done)),
+    ]
+
+
+def _loading(request: Request, done: Conversion) -> list[str]:
+    """Python that loads what was written: with the function and the recipes that it took."""
+    names, lines, more = ["load_model"], [], ""
+    if done.architecture.factory is not None:
+        module, _, function = done.architecture.name.rpartition(":")
+        lines.append(f"from {module} import {function}")
+        if given := ", ".join(f"{k}={v!r}" for k, v in done.architecture.args.items()):
+            lines.insert(0, "from functools import partial")
+            function = f"partial({function}, {given})"
+        more += f", arch={function}"
+    elif done.architecture.library == "caller":
+        more += ", arch=..."
+    if request.recipe_files:
+        names.insert(0, "load_recipe_file")
+        given = ", ".join(f'load_recipe_file("{path}")' for path in request.recipe_files)
+        more += f", recipes=[{given}]"
+    return [
+        f"from flashbias_convert import {', '.join(names)}",
+        *lines,
+        f'model = load_model("{done.output}"{more})',
     ]
 
 

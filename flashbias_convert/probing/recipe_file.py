@@ -47,6 +47,8 @@ def recipe_text(probe: Probe, model: nn.Module) -> tuple[str, str]:
     The class is the one with most biased sites among those that no recipe knows. `describe` is
     complete where the bias was found among the module's own tensors; whatever a human must decide
     raises NotImplementedError and says what is missing, so that a plan shows it as a failed site.
+    Where all but the forward is there, a plan shows the decisions, and nothing is patched: the
+    class says that it is `unfinished`.
 
     Args:
         probe: of the model.
@@ -123,6 +125,9 @@ class _Writer:
         lines = [
             f"class Patched{self.short}(PatchedAttention):",
             f'    """`{self.short}`; reproduce its quirks instead of correcting them."""',
+            "",
+            "    # nothing is patched as long as this stands here",
+            '    unfinished = "write flashbias_forward"',
             "",
             "    def bias_sources(self) -> tuple[Tensor | Hashable, ...]:",
             "        # whatever describe() reads: the terms are stale once one of these changes",

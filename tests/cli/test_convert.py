@@ -183,7 +183,9 @@ def test_a_recipe_in_a_file_is_used(cli: Cli, tmp_path: Path) -> None:
     assert without.code == 3 and "no module of this model has a recipe" in without.err
     done = cli(tmp_path / "x.pt", *arch, "--recipe", tmp_path / "my_recipe.py", "--force-all")
     assert done.code == 0, done.err
-    assert "load_model(" in done.out and ", arch=TiedToy)" in done.out
+    assert "from tests.checkpoint.models import TiedToy" in done.out
+    given = f'arch=TiedToy, recipes=[load_recipe_file("{tmp_path / "my_recipe.py"}")])'
+    assert "load_model(" in done.out and given in done.out
 
 
 def test_the_exit_code_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +20,12 @@ from flashbias_convert import (
     Probe,
     UsageError,
     inspect_model,
+    load_model,
     load_recipe_file,
     patch_model,
     probe_model,
 )
+from flashbias_convert.cli.app import run
 from flashbias_convert.probing import recipe_text
 from flashbias_convert.recipe import qualified_name
 from tests.toy import BiasedAttention, make_input, make_model
@@ -82,9 +88,49 @@ def test_what_was_found_is_filled_in(name: str, tmp_path: Path) -> None:
     for site, probed in zip(plan.sites, found.sites, strict=True):
         assert site.bias is not None and probed.bias is not None
         assert torch.equal(site.bias.dense(site.n, site.m), probed.bias[0])
-    patch_model(model, recipes=[recipe], method="exact", force_all=True)
-    with pytest.raises(NotImplementedError, match="write the forward"):
-        model(MODELS[name]()[1])
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(UsageError, match=r"is not finished: write flashbias_forward") as raised:
+        patch_model(model, recipes=[recipe], method="exact", force_all=True)
+    assert "unfinished" in (raised.value.hint or "")
+    assert [type(module) for module in model.modules()] == before
+
+
+def finished(text: str) -> str:
+    """The starting recipe of the toy, as somebody would complete it."""
+    text, count = re.subn(r"    # nothing is patched as long.*\n    unfinished = .*\n\n", "", text)
+    assert count == 1
+    head, _, rest = text.partition("        # the original forward:")
+    _, raised, after = rest.partition("\n\n\ndef describe(")
+    assert raised and "NotImplementedError" in rest
+    body = """        q, k, v = type(self).project(self, x)
+        return self.proj(self.score_bias(q, k, v).transpose(1, 2).flatten(2))"""
+    return head + body + raised + after
+
+
+def test_a_recipe_without_a_forward_converts_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is written; finished, it converts, and what is printed loads the file."""
+    model, path, _ = written("a parameter", tmp_path)
+    file = tmp_path / "toy.pth"
+    torch.save(model.state_dict(), file)
+    words = [str(file), "--arch", "tests.toy:make_model", "--arch-args", '{"depth": 1}', "--recipe",
+             str(path), "--force-all", "--method", "exact"]  # fmt: skip
+    assert run(words) == 2
+    said = capsys.readouterr().err
+    assert "not finished: write flashbias_forward" in said and "unfinished" in said
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["starting.py", "toy.pth"]
+
+    path.write_text(finished(path.read_text()))
+    assert run(words) == 0
+    lines = capsys.readouterr().out.partition("to load it:\n")[2].splitlines()
+    with pytest.raises(UsageError, match="wants recipe") as raised:
+        load_model(tmp_path / "toy.flashbias.safetensors", arch=partial(make_model, depth=1))
+    assert "recipes=[load_recipe_file(...)]" in (raised.value.hint or "")
+    found: dict[str, Any] = {}
+    exec(textwrap.dedent("\n".join(lines)), found)
+    x = make_input()
+    torch.testing.assert_close(found["model"](x), model.eval()(x))
 
 
 def test_nothing_to_write() -> None:
