@@ -22,6 +22,7 @@ from flashbias_convert import (
     ScoreBias,
 )
 from flashbias_convert.built_terms import cls_window_table
+from flashbias_convert.window_map import WindowMap
 
 
 @dataclass(frozen=True)
@@ -163,12 +164,9 @@ def shift_ids(n: int, device: torch.device) -> Tensor:
         Integers, shape (16, n).
     """
     rows = max(k for k in range(1, math.isqrt(n) + 1) if n % k == 0)
-    parts = []
-    for size in (rows, n // rows):
-        token = torch.arange(4 * size, device=device)
-        parts.append((token >= 3 * size).int() + (token >= 4 * size - size // 2).int())
-    both = 3 * parts[0][:, None] + parts[1][None, :]
-    return both.view(4, rows, 4, n // rows).transpose(1, 2).reshape(16, n).flip(0)
+    window = (rows, n // rows)
+    half, size = tuple(side // 2 for side in window), tuple(4 * side for side in window)
+    return WindowMap(size, window, half).regions(device).ids.flip(0)
 
 
 def with_regions(

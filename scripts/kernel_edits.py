@@ -67,7 +67,6 @@ _LOOKED_UP = (
 )  # fmt: skip
 _LONG = ("pde R=16", "non-causal R=16")
 
-
 _LOOK = "                    entry = look_up(table_ptr, code[:, None] + key_code[None, :])\n"
 _KEY_CODE = "                    key_code = tl.load(codes_k_ptr + safe_k)\n"
 _ROW_BASE = (

@@ -6,20 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from flashbias_convert import Regions
+from flashbias_convert.window_map import WindowMap
 
 from .cases import Inputs, check
-
-
-def shift_ids(windows: int, size: int, shift: int, device: torch.device) -> Tensor:
-    """Regions of a map of `windows` x `windows` windows, shifted; (windows**2, size**2)."""
-    side = windows * size
-    at = torch.arange(side, device=device)
-    part = (at >= side - size).int() + (at >= side - shift).int()
-    both = 3 * part[:, None] + part[None, :]
-    return both.view(windows, size, windows, size).transpose(1, 2).reshape(windows**2, size**2)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +20,7 @@ def test_shifted_windows(
     options: dict[str, Any], dtype: torch.dtype, kernel: str, device: torch.device
 ) -> None:
     """Windows of one region, of two and of four side by side in a batch."""
-    ids = shift_ids(2, 10, 4, device)
+    ids = WindowMap(size=(20, 20), window=(10, 10), shift=(4, 4)).regions(device).ids
     assert [len(window.unique()) for window in ids] == [1, 2, 2, 4]
     x = Inputs(device, dtype, batch=(2, 4), n=100, heads=1, d=32)
     bias = x.bias(x.low_rank(3), Regions(ids=ids, value=-3.0))
