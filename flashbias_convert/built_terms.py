@@ -91,7 +91,8 @@ def _window_table(table: Tensor, window: tuple[int, int]) -> RelativeTable:
     rows = torch.arange(height, dtype=torch.int32, device=table.device)
     columns = torch.arange(width, dtype=torch.int32, device=table.device)
     u = (rows[:, None] * span + columns).flatten()
-    return RelativeTable(table=shared_table(table.T), u=u, v=u.flip(0))
+    pairs = width % 2 == 0  # no two keys of a pair are of different rows
+    return RelativeTable(table=shared_table(table.T), u=u, v=u.flip(0), pairs=pairs)
 
 
 def shared_table(table: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ def table(shape: Shape, device: torch.device) -> ScoreBias:
     """A relative table of a square window."""
     u, v, size = window_codes(shape.n)
     values = torch.randn(shape.heads, size, device=device)
-    term = RelativeTable(table=values, u=u.to(device), v=v.to(device))
+    term = RelativeTable.of_codes(values, u.to(device), v.to(device))
     return ScoreBias((term,), shape.heads)
 
 
@@ -102,7 +102,7 @@ def offsets(shape: Shape, device: torch.device) -> ScoreBias:
     """A relative table with one entry per offset, as T5's buckets give."""
     token = torch.arange(shape.n, device=device)
     values = torch.randn(shape.heads, 2 * shape.n - 1, device=device)
-    term = RelativeTable.of_distances(values, token, shape.n - 1 - token, -1)
+    term = RelativeTable.of_codes(values, token, shape.n - 1 - token, -1)
     return ScoreBias((term,), shape.heads)
 
 
@@ -110,6 +110,12 @@ def codes(shape: Shape, device: torch.device) -> ScoreBias:
     """The same, as a table of any codes, such as those of windows."""
     (term,) = offsets(shape, device).terms
     return ScoreBias((replace(term, by_distance=0),), shape.heads)
+
+
+def pairs(shape: Shape, device: torch.device) -> ScoreBias:
+    """The same of an even number of keys, of which a kernel reads the entries of two at once."""
+    (term,) = codes(shape, device).terms
+    return ScoreBias((replace(term, pairs=True),), shape.heads)
 
 
 def cls_table(shape: Shape, device: torch.device) -> ScoreBias:

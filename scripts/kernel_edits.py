@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FORWARD, STEPS, LOOKUP = "triton_forward.py", "triton_steps.py", "triton_lookup.py"
-PACKING = "packing.py"
+PACKING, OPERATOR = "packing.py", "operator.py"
 #: no edit at all
 AS_IT_IS = "as it is"
 
@@ -60,25 +60,35 @@ _WEIGHTS = "p = weights(x, top, to_exp2, TRAINING)"
 _DENSE_WINDOWS = ("swinv2b-s3 dense cosine", "t5 dense", "N=577 D=64 dense")
 _FACTORS = ("swinv2b-s3 R=32", "pangu R=64", "triangle R=32")
 _TABLES = ("swinv2b-s3 table cosine", "t5 table", "beit-l 512 table")
-#: the last has a class token, after which keys are in twos of two rows
-_LOOKED_UP = (
-    "swinv2b-s3 table cosine", "t5 table", "N=144 D=64 table", "N=512 D=64 table",
-    "N=2048 D=64 table", "beit-l 512 table",
+_BY_DISTANCE = ("t5 table", "N=144 D=64 table", "N=512 D=64 table", "N=2048 D=64 table")
+_COSINE = (
+    "swinv2b-s3 table cosine", "swinv2b-s3 R=16 cosine", "swinv2b-s3 dense cosine",
+    "swinv2b-s1 shift R=16 cosine",
 )  # fmt: skip
 _LONG = ("pde R=16", "non-causal R=16")
 
-_LOOK = "                    entry = look_up(table_ptr, code[:, None] + key_code[None, :])\n"
-_KEY_CODE = "                    key_code = tl.load(codes_k_ptr + safe_k)\n"
+_LOOK = (
+    "                        key_code = tl.load(codes_k_ptr + safe_k)\n"
+    "                        entry = look_up(table_ptr, code[:, None] + key_code[None, :])\n"
+)
+_IMPORT = (
+    "from .triton_lookup import look_up, look_up_pairs, rows_of_pairs\n",
+    "from .triton_lookup import look_up, look_up_from, look_up_twos, look_up_pairs\n"
+    "from .triton_lookup import rows_of_pairs\n",
+)
 _ROW_BASE = (
-    "        code = tl.load(codes_q_ptr + safe_m)\n",
-    "        code = table_ptr.to(tl.int64) + 4 * tl.load(codes_q_ptr + safe_m)\n",
+    "            code = rows_of_pairs(table_ptr, code)\n",
+    """            code = rows_of_pairs(table_ptr, code)
+        else:
+            code = table_ptr.to(tl.int64) + 4 * code
+""",
 )
 _FROM_ROW = (
     "@triton.jit\ndef look_up(table_ptr, index):\n",
     """ONE = tl.constexpr(
     "{ .reg .u64 at; cvt.u64.u32 at, $1; add.u64 at, at, $2; ld.global.nc.f32 $0, [at]; }"
 )
-PAIR = tl.constexpr(
+TWO = tl.constexpr(
     "{ .reg .u64 at; cvt.u64.u32 at, $2; add.u64 at, at, $3;"
     " ld.global.nc.f32 $0, [at]; ld.global.nc.f32 $1, [at+-4]; }"
 )
@@ -92,9 +102,9 @@ def look_up_from(base, index):
 
 
 @triton.jit
-def look_up_pairs(base, index, BM: tl.constexpr, BN: tl.constexpr):
+def look_up_twos(base, index, BM: tl.constexpr, BN: tl.constexpr):
     low, high = tl.inline_asm_elementwise(
-        PAIR, "=f,=f,r,l", [4 * index, base], dtype=(tl.float32, tl.float32), is_pure=True, pack=1
+        TWO, "=f,=f,r,l", [4 * index, base], dtype=(tl.float32, tl.float32), is_pure=True, pack=1
     )
     return tl.reshape(tl.join(low, high), [BM, BN])
 
@@ -103,27 +113,25 @@ def look_up_pairs(base, index, BM: tl.constexpr, BN: tl.constexpr):
 def look_up(table_ptr, index):
 """,
 )
-_IMPORT = (
-    "from .triton_lookup import look_up\n",
-    "from .triton_lookup import look_up, look_up_from, look_up_pairs\n",
-)
-_BY_TWOS = """                    even = s + 2 * tl.arange(0, BN // 2)
-                    even = tl.minimum(even, M - 2) if PASS == EDGES else even
-                    key_code = tl.load(codes_k_ptr + even)
-                    entry = look_up_pairs(code[:, None], key_code[None, :], BM, BN)
+_BY_TWOS = """                        even = s + 2 * tl.arange(0, BN // 2)
+                        even = tl.minimum(even, M - 2) if PASS == EDGES else even
+                        key_code = tl.load(codes_k_ptr + even)
+                        entry = look_up_twos(code[:, None], key_code[None, :], BM, BN)
 """
-_UNSCALED = (
-    "                        x += entry * per_size\n",
-    "                        x += entry\n",
-)
 _DIVIDED = (
-    "            tensors |= pack_term(term)\n            spec |= spec_fields(term)\n",
-    """            tensors |= pack_term(term)
-            if "table" in tensors and scale is not None:
-                tensors["table"] = tensors["table"] / scale
-            spec |= spec_fields(term)
-""",
+    "    if term.by_distance:  # the kernel for Hopper reads these, as they are\n"
+    "        return table, {}\n",
+    "    if term.by_distance and scale is not None:\n"
+    '        return table / scale, {"divided": True}\n',
 )
+_ONE_BY_ONE = (
+    ("    if term.pairs:\n", "    if False:\n"),
+    ('{"pairs": term.pairs, ', '{"pairs": False, '),
+)
+_EXPONENT = {
+    FORWARD: (("IN_QUERIES: tl.constexpr = COSINE and", "IN_QUERIES: tl.constexpr = False and"),),
+    OPERATOR: (("unit = COSINE_UNIT if args.cosine else number", "unit = number"),),
+}
 _SHIFTED = ("swinv2b-s1 shift R=16 cosine",)
 _COMPARED = "if ids_ptr is not None:"
 
@@ -230,25 +238,41 @@ EDITS: dict[str, Edit] = {
         "codes of queries are added to the address once, not for each score",
         {LOOKUP: (_FROM_ROW,), FORWARD: (_IMPORT, _ROW_BASE, (
             _LOOK,
-            "                    entry = look_up_from(code[:, None], key_code[None, :])\n",
+            "                        key_code = tl.load(codes_k_ptr + safe_k)\n"
+            "                        entry = look_up_from(code[:, None], key_code[None, :])\n",
         ))},
-        _LOOKED_UP,
+        (*_BY_DISTANCE, "beit-l 512 table"),
     ),
     "keys by twos": Edit(
-        "an address for two keys, whose codes are one apart, as in windows of an even width",
-        {LOOKUP: (_FROM_ROW,), FORWARD: (_IMPORT, _ROW_BASE, (_KEY_CODE + _LOOK, _BY_TWOS))},
-        _LOOKED_UP[:-1],
+        "an address for two keys, whose codes are one apart: of tables by distance, too",
+        {LOOKUP: (_FROM_ROW,), FORWARD: (_IMPORT, _ROW_BASE, (_LOOK, _BY_TWOS))},
+        _BY_DISTANCE,
     ),
     "tables divided by the scale": Edit(
-        "entries in the units of scores begin their sums, a product a score less",
-        {PACKING: (_DIVIDED,), FORWARD: (_UNSCALED,)},
-        _LOOKED_UP,
+        "entries in the units of scores begin their sums: of tables by distance, too",
+        {PACKING: (_DIVIDED,)},
+        _BY_DISTANCE,
     ),
     "keys by twos, tables divided": Edit(
         "both",
         {LOOKUP: (_FROM_ROW,), PACKING: (_DIVIDED,),
-         FORWARD: (_IMPORT, _ROW_BASE, (_KEY_CODE + _LOOK, _BY_TWOS), _UNSCALED)},
-        _LOOKED_UP[:-1],
+         FORWARD: (_IMPORT, _ROW_BASE, (_LOOK, _BY_TWOS))},
+        _BY_DISTANCE,
+    ),
+    "entries one by one": Edit(
+        "as it was: a read for each score, of a table that is half as large",
+        {PACKING: _ONE_BY_ONE},
+        _TABLES[:1],
+    ),
+    "the scale in the exponential": Edit(
+        "as it was: queries of length one, and a product with the scale for each score",
+        _EXPONENT,
+        _COSINE,
+    ),
+    "entries one by one, the scale in the exponential": Edit(
+        "as it was: both",
+        {PACKING: _ONE_BY_ONE, **_EXPONENT},
+        _TABLES[:1],
     ),
     "windows of one region, looked for": Edit(
         "most windows of a shifted map are one region, whose pairs need not be compared",

@@ -1,6 +1,7 @@
 """What attention costs per score with every form of a bias, and without one, on this card.
 
-python scripts/measure_costs.py [--lengths N ...] [--head-sizes D ...] [--resume] [--output F.csv]
+python scripts/measure_costs.py [--lengths N ...] [--head-sizes D ...] [--forms FORM ...] [--resume]
+    [--output F.csv]
 
 bf16, forward, time on the card (CUDA graph replays). The batch is chosen so that every length has
 about the same number of scores. "dense" is a bias whose tiles nobody shares, as beside a mask or in
@@ -26,7 +27,7 @@ import torch
 import torch.nn.functional as F
 import triton
 from attention_launches import apart
-from attention_shapes import Shape, alibi, codes, dense, lookup, low_rank, with_regions
+from attention_shapes import Shape, alibi, codes, dense, lookup, low_rank, pairs, with_regions
 from row_file import VERSIONS, RowFile
 from torch import Tensor
 from tune_attention import time_ms
@@ -35,7 +36,7 @@ from turns import alone
 from flashbias_convert import Diagonal, ScoreBias
 from flashbias_convert.attention import PreparedBias, flashbias_attention
 from flashbias_convert.cost_tables import CLASSES, FIELDS
-from flashbias_convert.decompose.costs import SHARED_DENSE
+from flashbias_convert.decompose.costs import PAIRS, SHARED_DENSE
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda")
@@ -67,6 +68,7 @@ FORMS: dict[str, Make] = {
     **{f"low_rank {rank}": low_rank(rank) for rank in (16, 32, 64, 128, 256)},
     "low_rank 16 + diagonal": with_diagonal(low_rank(16)),
     "relative_table": codes,
+    PAIRS: pairs,
     "lookup": lookup,
     "dense": dense,
     "alibi": alibi,
@@ -139,6 +141,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="*",
                         default=[64, 144, 256, 576, 1024, 2048, 4096])  # fmt: skip
     parser.add_argument("--head-sizes", type=int, nargs="*", default=[32, 64, 128])
+    parser.add_argument("--forms", nargs="*", help="measure these alone, and again")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--resume", action="store_true", help="keep the rows of the output")
     parser.add_argument("--output", type=Path, default=TABLE)
@@ -151,7 +154,10 @@ def main() -> None:
     jobs = [
         (n, d, form) for d in options.head_sizes for n in options.lengths for form in forms_at(d)
     ]
-    jobs = [job for job in jobs if table.find(facts(job, where)) is None]
+    if options.forms:  # of these the rows that there are do not count
+        jobs = [job for job in jobs if job[2] in options.forms]
+    else:
+        jobs = [job for job in jobs if table.find(facts(job, where)) is None]
     if not jobs:
         return
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:

@@ -14,6 +14,9 @@ from ..terms import LowRank
 
 #: Scales smaller than this go into q, because factors divided by them could overflow.
 SMALLEST_SCALE = 2.0**-8
+#: What stands for the scale in `pack` with cosine attention: the scale itself goes into q, and
+#: scores are what 2 is raised to.
+COSINE_UNIT = math.log(2)
 #: Devices that have fp64.
 WIDE_DEVICES = ("cpu", "cuda")
 #: Quotients of largest entries that are beyond this are taken for this; its inverse is the smallest

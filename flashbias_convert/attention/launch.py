@@ -244,6 +244,8 @@ def _plan(
         "COLUMNS": spec.columns,
         "SPLIT": spec.split,
         "SCALED": spec.scaled,
+        "PAIRS": spec.pairs,
+        "DIVIDED": spec.divided,
         "PLAIN_SCALE": plain_scale,
         "NATURAL": not half,
         "ALIGNED_ROWS": vector_rows(k) and vector_rows(v),

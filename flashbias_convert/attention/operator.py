@@ -21,6 +21,7 @@ from .backends import (
 )
 from .bounds import LARGEST_BOUND
 from .eager import eager_attention
+from .factors import COSINE_UNIT
 from .flags import flags_of
 from .multiplicative import check_score_scale, repeat_channels
 from .packing import NO_BIAS
@@ -190,8 +191,9 @@ def triton_attention(
     start = args.query_start
     number, head_scale = _scales(q, args)
     half = q.dtype != torch.float32
-    fold = number if half else None  # fp32 factors stay as they are: dividing would round them
-    packed = NO_BIAS if bias is None else bias.packed(half, fold)
+    unit = COSINE_UNIT if args.cosine else number
+    # fp32 factors stay as they are: dividing would round them
+    packed = NO_BIAS if bias is None else bias.packed(half, unit if half else None)
     bounded = _is_bounded(score_bound, v.dtype, args.key_mask)
     return attention_op(
         q,

@@ -39,7 +39,7 @@ from .factor_columns import (
     factor_columns,
     padded_columns,
 )
-from .factors import effective_factors
+from .factors import effective_factors, scale_size
 from .selection import Selection, with_selections
 
 
@@ -55,6 +55,8 @@ class GroupSpec:
         symmetric: ALiBi by absolute distance.
         region_value: what a pair of different regions adds.
         by_distance: see `RelativeTable`.
+        pairs: the table has behind each entry the one before it, see `RelativeTable`.
+        divided: the table is already divided by the scale of q k.
         tensors: names of the tensors that follow, in order.
     """
 
@@ -65,6 +67,8 @@ class GroupSpec:
     symmetric: bool = False
     region_value: float = 0.0
     by_distance: int = 0
+    pairs: bool = False
+    divided: bool = False
     tensors: tuple[str, ...] = ()
 
     def values(self) -> tuple[object, ...]:
@@ -77,6 +81,8 @@ class GroupSpec:
             self.symmetric,
             self.region_value,
             self.by_distance,
+            self.pairs,
+            self.divided,
             self.tensors,
         )
 
@@ -117,8 +123,8 @@ def pack(bias: ScoreBias, *, half: bool, scale: float | None = None) -> PackedBi
     Args:
         bias: the terms.
         half: factors in fp16 next to fp16 or bf16 scores; else in fp32.
-        scale: the scale of q k, if it is one number. Factors are then divided by it here and not
-            in the kernel.
+        scale: the scale of q k, if it is one number, and `factors.COSINE_UNIT` with cosine
+            attention. Factors and tables are then divided by it here and not in the kernel.
 
     Raises:
         UnsupportedTermError: a sum that the kernel cannot add; see `unsupported`.
@@ -267,7 +273,24 @@ def _pack_group(
         if not isinstance(term, LowRank):
             tensors |= pack_term(term)
             spec |= spec_fields(term)
+        if isinstance(term, RelativeTable):
+            tensors["table"], known = _for_reading(tensors["table"], term, scale)
+            spec |= known
     return GroupSpec(**spec, tensors=tuple(tensors)), list(tensors.values())
+
+
+def _for_reading(
+    table: Tensor, term: RelativeTable, scale: float | None
+) -> tuple[Tensor, dict[str, bool]]:
+    """The packed table of a term as the kernel adds it up fastest, and what that says."""
+    if term.by_distance:  # the kernel for Hopper reads these, as they are
+        return table, {}
+    if scale is not None:
+        table = table / scale_size(scale)
+    if term.pairs:
+        before = torch.cat([table[..., :1], table[..., :-1]], -1)
+        table = torch.stack([table, before], -1).flatten(-2)
+    return table, {"pairs": term.pairs, "divided": scale is not None}
 
 
 def first_fields(heads: tuple[int, ...] | None) -> dict[str, Any]:

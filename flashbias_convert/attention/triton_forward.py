@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from . import factors
-from .triton_lookup import look_up
+from .triton_lookup import look_up, look_up_pairs, rows_of_pairs
 from .triton_steps import (
     EDGES,
     INSIDE,
@@ -33,6 +33,8 @@ from .triton_steps import (
 LOG2E_REST = tl.constexpr(1.92596298909109e-8)
 LN2 = tl.constexpr(0.6931471805599453)
 SMALLEST_SCALE = tl.constexpr(factors.SMALLEST_SCALE)
+#: of queries in fp16
+LARGEST_LENGTH = tl.constexpr(32768.0)
 
 
 @triton.jit
@@ -75,6 +77,7 @@ def attention_kernel(
     region_value, batch_1, batch_2, G, kv_group, N, M,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     COLUMNS: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
+    PAIRS: tl.constexpr, DIVIDED: tl.constexpr,
     PLAIN_SCALE: tl.constexpr, NATURAL: tl.constexpr, ALIGNED_ROWS: tl.constexpr,
     WIDE: tl.constexpr,
     CAUSAL: tl.constexpr, COSINE: tl.constexpr, SYMMETRIC: tl.constexpr, BOUNDED: tl.constexpr,
@@ -83,6 +86,8 @@ def attention_kernel(
 ):  # fmt: skip
     FP16: tl.constexpr = o_ptr.dtype.element_ty == tl.float16
     TRAINING: tl.constexpr = NATURAL and lse_ptr is not None
+    # the backward pass rounds normalised queries without their scale
+    IN_QUERIES: tl.constexpr = COSINE and not NATURAL and lse_ptr is None
 
     # which tile: query blocks fastest, so that programs side by side share k and v
     blocks = tl.cdiv(N, BM)
@@ -128,6 +133,15 @@ def attention_kernel(
     sign = scale / size
     # in fp32 the units stay natural: dividing a large bias would round it
     per_size = 1.0 if NATURAL else 1.0 / size
+    if IN_QUERIES:
+        # rows that are made of length one may as well be made of that of the scale, with the one
+        # rounding that they have: then x is what 2 is raised to, and terms are packed for that
+        sign = scale * LOG2E
+        if q_ptr.dtype.element_ty == tl.float16:
+            # what is lost beyond is less than a rounding of a cosine makes
+            sign = tl.clamp(sign, -LARGEST_LENGTH, LARGEST_LENGTH)
+        size = LN2
+        per_size = LOG2E
 
     q_ptr = at(q_ptr, q_strides, b0, b1, b2) + h.to(tl.int64) * q_strides[3]
     q = tl.load(
@@ -184,8 +198,12 @@ def attention_kernel(
     if table_ptr is not None:
         table_ptr = at(table_ptr, table_strides, b0, b1, b2) + g.to(tl.int64) * table_strides[3]
         code = tl.load(codes_q_ptr + safe_m)
+        if PAIRS:
+            code = rows_of_pairs(table_ptr, code)
+        per_entry = 1.0 if DIVIDED else per_size
         if table_rows_ptr is not None:
             table_row = _rows(table_rows_ptr, table_rows_strides, b0, b1, b2, g, safe_m)
+            table_row *= per_entry
     if ids_ptr is not None:
         region = tl.load(at(ids_ptr, ids_strides, b0, b1, b2) + safe_m * ids_strides[3])
         key_ids_ptr = at(key_ids_ptr, key_ids_strides, b0, b1, b2)
@@ -269,7 +287,7 @@ def attention_kernel(
     if dense_ptr is not None:
         dense_ptrs = dense_ptr[:, None] + near_n[None, :] * dense_strides[5]
 
-    to_exp2 = LOG2E if NATURAL else size * LOG2E
+    to_exp2 = LOG2E if NATURAL else 1.0 if IN_QUERIES else size * LOG2E
     if ids_ptr is not None:
         apart = region_row * to_exp2
     # Tiles that need a mask come first: with causal attention a query's own key is among them. The
@@ -334,12 +352,17 @@ def attention_kernel(
                         # and exact
                         x = tl.fma(distance[None, :], slope * per_size, x)
                 if table_ptr is not None:
-                    key_code = tl.load(codes_k_ptr + safe_k)
-                    entry = look_up(table_ptr, code[:, None] + key_code[None, :])
-                    if table_rows_ptr is not None:
-                        x += entry * (table_row * per_size)[:, None]
+                    if PAIRS:
+                        even = s + 2 * tl.arange(0, BN // 2)
+                        even = tl.minimum(even, M - 2) if PASS == EDGES else even
+                        entry = look_up_pairs(code, tl.load(codes_k_ptr + even), BM, BN)
                     else:
-                        x += entry * per_size
+                        key_code = tl.load(codes_k_ptr + safe_k)
+                        entry = look_up(table_ptr, code[:, None] + key_code[None, :])
+                    if table_rows_ptr is not None:
+                        x += entry * table_row[:, None]
+                    else:
+                        x += entry * per_entry
                 if ids_ptr is not None:
                     key_region = tl.load(key_ids_ptr + safe_k * key_ids_strides[3])
                     same = region[:, None] == key_region[None, :]

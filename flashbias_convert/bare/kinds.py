@@ -140,7 +140,7 @@ def _distance(tensors: Tensors, sizes: Sizes, site: str) -> Description:
     if not decodes:
         index = place[None, :] - place[:, None] + n - 1
         return _description(table[:, index], index, warning)
-    term = RelativeTable.of_distances(table.float(), n - 1 - place, place, 1)
+    term = RelativeTable.of_codes(table.float(), n - 1 - place, place, 1)
     return Description(
         None, len(table), n, n, 0, exact_terms=(term,), warnings=(f"{warning}; it is causal",)
     )

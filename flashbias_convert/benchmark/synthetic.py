@@ -130,14 +130,15 @@ def _relative_table(term: RelativeTable, maker: _Maker, heads: int, _: torch.dty
         down = maker.n - 1 - u
         u, v = (down, u) if term.by_distance > 0 else (u, down)
         table = maker.draw(heads, 2 * maker.n - 1)
-        made = RelativeTable.of_distances(table, u, v, term.by_distance)
+        made = RelativeTable.of_codes(table, u, v, term.by_distance)
         return dataclasses.replace(made, heads=term.heads)
     height, width = maker.window()
     row, column, _width = maker.cells()
     u = row * (2 * width - 1) + column
     size = (2 * height - 1) * (2 * width - 1)
     table = maker.draw(heads, size)
-    return RelativeTable(table=table, u=u, v=int(u.max()) - u, heads=term.heads)
+    made = RelativeTable.of_codes(table, u, int(u.max()) - u)
+    return dataclasses.replace(made, heads=term.heads)
 
 
 def _lookup(term: Lookup, maker: _Maker, heads: int, _: torch.dtype) -> Term:

@@ -44,6 +44,10 @@ FORMS = {
     "regions": "regions",
 }
 
+#: A table of a window whose rows have an even number of tokens, and so of an even number of keys:
+#: entries of two keys by one read, see `RelativeTable.pairs`.
+PAIRS = "relative_table, pairs"
+
 #: A dense bias of all heads whose tiles batch entries share; only where `tuning` lets them.
 SHARED_DENSE = "dense, shared"
 
@@ -119,7 +123,10 @@ def added_cost(kind: str, n: int, m: int, rank: int = 0, head_dim: int | None = 
         return max(added_cost(other, n, m, head_dim=head_dim) for other in RECKONED[kind])
     if kind not in FORMS:
         raise ValueError(f"no cost is known for a term of kind {kind!r}")
-    return _added(FORMS[kind], n, m, head_dim)
+    form = FORMS[kind]
+    if kind == "relative_table" and m % 2 == 0 and PAIRS in _curves(head_dim):
+        form = PAIRS
+    return _added(form, n, m, head_dim)
 
 
 def shared_dense_cost(n: int, m: int, head_dim: int | None = None) -> float:

@@ -118,7 +118,7 @@ def _tabulate(bias: Tensor, codes: Codes) -> RelativeTable | None:
         if not torch.equal(table[part][:, cell_code].to(bias.dtype), flat[part]):
             return None
     long = min(len(codes.u), len(codes.v)) >= LONG_ENOUGH
-    return RelativeTable.of_distances(
+    return RelativeTable.of_codes(
         table.reshape(*bias.shape[:-2], size),
         codes.u.int(),
         codes.v.int(),

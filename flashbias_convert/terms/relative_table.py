@@ -26,7 +26,10 @@ class RelativeTable(Term):
         by_distance: what is known of the codes: 1 if u[i] + v[j] = c + j - i with one c for all,
             -1 if it is c + i - j, and the table has `MARGIN` more entries before those of any i, j
             and after them; 0 if nothing is. A kernel for distances is faster, and trusts it; see
-            `of_distances`.
+            `of_codes`.
+        pairs: whether keys come in twos whose codes are one apart, v[2 j + 1] = v[2 j] - 1 >= 0,
+            as in windows of an even width. A kernel reads the entries of both at once, and trusts
+            it; see `are_pairs`.
     """
 
     #: tokens past the end that a kernel has in a tile with the last ones
@@ -39,21 +42,24 @@ class RelativeTable(Term):
     u: Tensor = pinned_tensor()
     v: Tensor = pinned_tensor()
     by_distance: int = 0
+    pairs: bool = False
 
     @classmethod
-    def of_distances(cls, table: Tensor, u: Tensor, v: Tensor, step: int) -> RelativeTable:
-        """The term of codes that count distances, with a margin around its table.
+    def of_codes(cls, table: Tensor, u: Tensor, v: Tensor, step: int = 0) -> RelativeTable:
+        """The term of these codes: with a margin around its table if they count distances.
+
+        Reads the codes: synchronises.
 
         Args:
             table: shape (*batch, H or 1, T).
             u, v: its codes.
             step: 1 if u[i] + v[j] grows with the key, -1 if it grows with the query, 0 if codes do
-                not count distances; then the table stays as it is.
+                not count distances, or are not to be taken for such.
         """
         if step:
             table = torch.nn.functional.pad(table, (cls.MARGIN, cls.MARGIN))
             u, v = u.int() + cls.MARGIN, v.int()
-        return cls(table=table, u=u, v=v, by_distance=step)
+        return cls(table=table, u=u, v=v, by_distance=step, pairs=step == 0 and are_pairs(v))
 
     def __post_init__(self) -> None:
         require(self.by_distance in (-1, 0, 1), "by_distance must be -1, 0 or 1")
@@ -70,7 +76,7 @@ class RelativeTable(Term):
         return self.table.shape[-1] - (2 * self.MARGIN if self.by_distance else 0)
 
     def check_codes(self) -> None:
-        """Raise ValueError if a code points outside the table, or codes are not `by_distance`.
+        """Raise ValueError if codes point outside the table, or are not what is said of them.
 
         Reads the codes: synchronises.
         """
@@ -85,6 +91,10 @@ class RelativeTable(Term):
         require(
             self.by_distance in (0, distance_direction(self.u, self.v)),
             f"by_distance is {self.by_distance}, but the codes do not count distances that way",
+        )
+        require(
+            not self.pairs or are_pairs(self.v),
+            "pairs is true, but the codes of keys are not one apart by twos",
         )
 
     def sizes(self) -> list[tuple[str, int, str]]:
@@ -110,3 +120,15 @@ def distance_direction(u: Tensor, v: Tensor) -> int:
         if bool((u.diff() == -step).all()) and bool((v.diff() == step).all()):
             return step
     return 0
+
+
+def are_pairs(v: Tensor) -> bool:
+    """Whether key codes are `RelativeTable.pairs`. Reads them: synchronises.
+
+    Args:
+        v: integers, shape (M,).
+    """
+    if len(v) % 2:
+        return False
+    even, odd = v.view(-1, 2).unbind(-1)
+    return bool(((even - odd == 1) & (odd >= 0)).all())

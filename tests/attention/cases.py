@@ -104,13 +104,20 @@ class Inputs:
             v=self.integers(size, self.m),
         )
 
+    def pairs(self, width: int, batch: Shape = ()) -> RelativeTable:
+        """A table of windows whose rows have an even number of tokens."""
+        token = torch.arange(self.n, device=self.device)
+        u = token // width * (2 * width - 1) + token % width
+        values = 2 * self.normal(*batch, self.heads, 2 * int(u.max()) + 1)
+        return RelativeTable.of_codes(values, u, u.flip(0))
+
     def distances(self, step: int) -> RelativeTable:
         """A table by distance that rises with the key (1), or falls (-1)."""
         values = 2 * self.normal(self.heads, self.n + self.m - 1)
         rows = torch.arange(self.n, device=self.device)
         keys = torch.arange(self.m, device=self.device)
         u, v = (self.n - 1 - rows, keys) if step > 0 else (rows, self.m - 1 - keys)
-        return RelativeTable.of_distances(values, u, v, step)
+        return RelativeTable.of_codes(values, u, v, step)
 
     def regions(self, windows: Shape = ()) -> Regions:
         return Regions(

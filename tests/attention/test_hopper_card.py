@@ -208,7 +208,7 @@ def test_levels_of_the_first_tile_that_are_no_good(
             v = torch.arange(n, device=CUDA).int()
             values = torch.zeros(x.heads, 2 * n - 1, device=CUDA)
             values[:, stretch] = rise
-            term = RelativeTable.of_distances(values, n - 1 - v, v, 1)
+            term = RelativeTable.of_codes(values, n - 1 - v, v, 1)
             check(x, x.bias(term), "triton")
             check(x, x.bias(term), "triton", causal=True)
 

@@ -6,6 +6,7 @@ Triton's interpreter lets pass what the compiler refuses, such as a matrix produ
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -113,6 +114,8 @@ VARIANTS = {
     "bf16-triangle-gated": Variant(BF16, 77, 32, half_dense, {}, ("masked", "gated")),
     "fp16-key_bias-rows": Variant(FP16, 63, 30, lambda x: [x.rows(x.key_bias())], {}, ("masked",)),
     "bf16-relative_table": Variant(BF16, 113, 40, lambda x: [x.table()], {}, ("causal",)),
+    "bf16-pairs": Variant(BF16, 576, 32, lambda x: [x.pairs(24)], {}, ("cosine", "head_scales")),
+    "fp16-pairs-rows": Variant(FP16, 144, 64, lambda x: [x.rows(x.pairs(12))], {}, ("masked",)),
     "fp16-rank17-unsplit": Variant(FP16, 144, 72, lambda x: [x.low_rank(17, split=0)]),
     "bf16-dense-rows": Variant(BF16, 197, 80, lambda x: [x.rows(x.dense())], {}, ("masked",)),
     "fp16-rank7-key_bias": Variant(FP16, 239, 96, lambda x: [x.low_rank(7), x.key_bias()]),
@@ -171,6 +174,23 @@ def test_two_entries_share_tiles_in_registers(tmp_path: Path) -> None:
     assert compiled.unwritten_registers(tmp_path) == []
     # one for each product of queries and keys, where nothing is masked
     assert min(found for found in compiled.waits_in_loops(tmp_path) if found[1]) == (2, 8)
+
+
+def test_entries_of_two_keys_stay_where_the_scores_are() -> None:
+    """Read by one instruction, and not moved through shared memory afterwards."""
+    windows = VARIANTS["bf16-pairs"]
+    alone = dataclasses.replace(
+        windows, terms=lambda x: [dataclasses.replace(x.pairs(24), pairs=False)]
+    )
+    (one,), (other,) = (
+        [c for c in variant.compile() if c.name == "attention_kernel"]
+        for variant in (windows, alone)
+    )
+    reads = [each.ptx.count("ld.global.nc.v2.f32") for each in (one, other)]
+    assert reads[0] > 0 and reads[1] == 0
+    assert 2 * reads[0] == other.ptx.count("ld.global.nc.f32")
+    assert one.ptx.count("bar.sync") == other.ptx.count("bar.sync")
+    assert one.shared == other.shared
 
 
 def test_heads_with_other_terms_are_compiled_apart() -> None:

@@ -8,11 +8,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashbias_convert.terms import RelativeTable
-from flashbias_convert.terms.relative_table import distance_direction
+from flashbias_convert.terms.relative_table import are_pairs, distance_direction
 
 from .builders import Maker
 
@@ -41,6 +41,7 @@ def test_the_buckets_of_t5_become_one_table_of_distances() -> None:
                 assert dense[h, i, j] == weight[bucket(j - i), h]
 
 
+@settings(deadline=None)  # the first example imports timm
 @given(st.integers(1, 4), st.integers(1, 4))
 def test_the_windows_of_timm_become_codes_per_token(height: int, width: int) -> None:
     swin = pytest.importorskip("timm.models.swin_transformer")
@@ -141,7 +142,7 @@ def test_codes_that_count_distances(step: int) -> None:
     u, v = (n - 1 - rows, keys) if step > 0 else (rows, m - 1 - keys)
     assert distance_direction(u, v) == step
     plain = RelativeTable(table=values, u=u, v=v)
-    term = RelativeTable.of_distances(values, u, v, step)
+    term = RelativeTable.of_codes(values, u, v, step)
     term.check_codes()
     assert torch.equal(term.dense(n, m), plain.dense(n, m))
     assert term.entries == plain.entries == n + m - 1
@@ -164,5 +165,39 @@ def test_codes_that_count_no_distances() -> None:
     assert distance_direction(u, u.flip(0)) == 0
     assert distance_direction(token, token) == 0
     values = Maker().numbers(2, 25)
-    term = RelativeTable.of_distances(values, u, u.flip(0), 0)
+    term = RelativeTable.of_codes(values, u, u.flip(0), 0)
     assert term.by_distance == 0 and torch.equal(term.table, values) and term.entries == 25
+
+
+@pytest.mark.parametrize(
+    ("codes", "paired"),
+    [
+        ([3, 2, 1, 0], True),
+        ([8, 7, 3, 2], True),  # two windows' rows
+        ([3, 2, 1], False),
+        ([0, 1, 2, 3], False),
+        ([3, 2, 2, 1, 1, 0], True),
+        ([0, -1], False),
+        ([4, 3, 2, 2], False),
+    ],
+)
+def test_keys_in_pairs(codes: list[int], paired: bool) -> None:
+    v = torch.tensor(codes)
+    u = torch.arange(2) + 1
+    term = RelativeTable.of_codes(Maker().numbers(2, 20), u, v)
+    assert term.pairs is paired and are_pairs(v) is paired
+    kept = RelativeTable.from_state(json.loads(json.dumps(term.static())), term.tensors())
+    assert kept.pairs is paired
+    earlier = {name: own for name, own in term.static().items() if name != "pairs"}
+    assert not RelativeTable.from_state(earlier, term.tensors()).pairs  # of checkpoints before
+    claimed = RelativeTable(table=term.table, u=u, v=v, pairs=True)
+    if paired:
+        claimed.check_codes()
+    else:
+        with pytest.raises(ValueError, match="not one apart by twos"):
+            claimed.check_codes()
+
+
+def test_distances_are_no_pairs() -> None:
+    token = torch.arange(6)
+    assert not RelativeTable.of_codes(Maker().numbers(2, 11), token, token.flip(0), -1).pairs
