@@ -54,10 +54,10 @@ BUILDERS: dict[str, Builder] = {
     "rounded_alibi": Builder(rounded_alibi, (Alibi.kind,), "places", ("slopes",)),
     "axial_rows": Builder(axial_rows),
     "axial_rows_3d": Builder(axial_rows_3d),
-    "cls_window_table": Builder(cls_window_table),
+    "cls_window_table": Builder(cls_window_table, common="table"),
     "dense": Builder(dense),
     "distance_table": Builder(distance_table, common="table"),
-    "window_table": Builder(window_table),
+    "window_table": Builder(window_table, common="table"),
     "lookup": Builder(lookup),
 }
 

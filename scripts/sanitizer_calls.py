@@ -38,7 +38,7 @@ OF_WINDOWS = ("none", "low_rank", "low_rank-unsplit-ranks", "regions", "heads-di
 #: windows that are trained, too
 TRAINED_WINDOWS = (WINDOWS[0], WINDOWS[2])
 #: what else is added to cosine attention
-OF_COSINE = ("none", "low_rank", "key_bias", "alibi", "relative_table", "dense", "all")
+OF_COSINE = ("none", "low_rank", "key_bias", "alibi", "relative_table", "pairs", "dense", "all")
 #: what is added under a causal mask
 OF_CAUSAL = (
     "none", "low_rank", "key_bias", "alibi", "alibi-symmetric-rows", "relative_table", "dense",
@@ -119,6 +119,7 @@ KINDS: dict[str, Callable[[Inputs], ScoreBias | None]] = {
     "low_rank-widest": _widest,
     "late-stretch": _late_stretch,
     "late-key": _late_key,
+    "pairs": lambda x: x.bias(x.pairs(10), x.low_rank(2)),
     "distances": lambda x: x.bias(x.distances(1)),
     "distances-falling": lambda x: x.bias(x.distances(-1)),
 }
@@ -129,7 +130,8 @@ KINDS: dict[str, Callable[[Inputs], ScoreBias | None]] = {
 
 def _of_terms() -> list[Call]:
     """Every kind without gradients, and a dense one with two entries of the batch a program."""
-    usual = [Call(t, name, *size) for size, t, name in product(SIZES, DTYPES, BIASES)]
+    kinds = (*BIASES, "pairs")
+    usual = [Call(t, name, *size) for size, t, name in product(SIZES, DTYPES, kinds)]
     return [*usual, *[Call(t, "dense", *SIZES[1], entries=2) for t in HALF]]
 
 

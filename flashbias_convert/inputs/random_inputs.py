@@ -15,7 +15,10 @@ from .batch import Batch, Inputs
 DEFAULT_TOKENS = 128
 #: a second of sound
 _WAVE = 16_000
-_HINT = "pass real inputs: a folder of images, a text, an .npz, or package.module:function"
+_HINT = (
+    "pass real inputs: a folder of images, a text, an .npz, or package.module:function; or give "
+    "the model a method random_inputs(count, generator)"
+)
 
 
 def random_inputs(
@@ -24,7 +27,9 @@ def random_inputs(
     """Normally distributed images or waves, or uniformly distributed tokens.
 
     Args:
-        model: of timm, of transformers, or any model with a `config` that has a `vocab_size`.
+        model: of timm, of transformers, any model with a `config` that has a `vocab_size`, or one
+            that has a method `random_inputs(count, generator)`, which gives the positional
+            arguments of a call for so many samples.
         samples: how many, in all.
         batch: how many at once.
         seed: of the generator.
@@ -45,6 +50,9 @@ def random_inputs(
 
 def _drawer(model: nn.Module, tokens: int | None) -> Any:
     """A function (count, generator) -> Batch."""
+    own = getattr(model, "random_inputs", None)
+    if callable(own):
+        return lambda n, g: Batch(tuple(own(n, g)), size=n)
     config: Any = getattr(model, "config", None)
     kind = getattr(model, "main_input_name", None)
     vocabulary = vocabulary_size(model)

@@ -71,7 +71,7 @@ def test_few_queries_of_many_keys(kernel: str, dtype: torch.dtype, device: torch
     check(x, x.bias(term), kernel)
 
 
-@pytest.mark.parametrize("scale", [1e4, 1e9])
+@pytest.mark.parametrize("scale", [1e4, 1e5])
 def test_cosines_by_a_huge_scale(
     scale: float, kernel: str, dtype: torch.dtype, device: torch.device
 ) -> None:

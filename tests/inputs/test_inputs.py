@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from flashbias_convert.errors import UsageError
 from flashbias_convert.inputs import Batch, Inputs, as_inputs, read_inputs
+from flashbias_convert.models.pangu import PanguModel
 from tests.checkpoint.models import tiny_model
 
 
@@ -106,6 +107,22 @@ def test_transformers_models_run_on_their_random_inputs() -> None:
         (batch,) = batches(read_inputs(model.eval(), samples=2))
         with torch.no_grad():
             assert model(**batch.kwargs)[0].shape[0] == 2
+
+
+@pytest.mark.parametrize("constants", [0, 1])
+def test_weather_models_run_on_their_random_inputs(constants: int) -> None:
+    sizes = {"dims": (8, 16, 16, 8), "heads": (1, 2, 2, 1), "depths": (1, 1, 1, 1)}
+    model = PanguModel(
+        grid=(12, 24), levels=3, constants=constants, surface_constants=2 * constants, **sizes
+    ).eval()
+    first, second = batches(read_inputs(model, samples=3, batch=2))
+    assert (first.size, second.size) == (2, 1)
+    with torch.no_grad():
+        air, surface = model(*first.args)
+    assert air.shape == first.args[0].shape and surface.shape == first.args[1].shape
+    (again, _) = batches(read_inputs(model, samples=3, batch=2))
+    assert torch.equal(again.args[0], first.args[0])
+    assert not torch.equal(second.args[0], first.args[0][:1])
 
 
 def test_a_model_that_says_nothing_needs_real_inputs() -> None:

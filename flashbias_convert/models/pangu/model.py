@@ -130,6 +130,24 @@ class PanguModel(nn.Module):
         out: tuple[Tensor, Tensor] = self._output_layer(torch.cat([skip, x], -1))
         return out
 
+    def random_inputs(self, count: int, generator: torch.Generator) -> tuple[Tensor | None, ...]:
+        """Normally distributed arguments of a call, for where nobody has weather at hand.
+
+        Args:
+            count: B, number of samples.
+            generator: on the CPU.
+        """
+        given = (
+            (count, self.variables, self.shape),
+            (count, self.surface_variables, self.shape[1:]),
+            (1, self.constants, self.shape),
+            (1, self.surface_constants, self.shape[1:]),
+        )
+        return tuple(
+            torch.randn(lead, fields, *shape, generator=generator) if fields else None
+            for lead, fields, shape in given
+        )
+
 
 def build(**args: Any) -> PanguModel:
     """A `PanguModel` from JSON values: its arguments, with lists for tuples.
