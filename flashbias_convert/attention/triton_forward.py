@@ -33,7 +33,7 @@ from .triton_steps import (
 LOG2E_REST = tl.constexpr(1.92596298909109e-8)
 LN2 = tl.constexpr(0.6931471805599453)
 SMALLEST_SCALE = tl.constexpr(factors.SMALLEST_SCALE)
-#: of queries in fp16
+#: of queries of cosine attention in fp16
 LARGEST_LENGTH = tl.constexpr(32768.0)
 
 
@@ -137,7 +137,7 @@ def attention_kernel(
         # rows that are made of length one may as well be made of that of the scale, with the one
         # rounding that they have: then x is what 2 is raised to, and terms are packed for that
         sign = scale * LOG2E
-        if q_ptr.dtype.element_ty == tl.float16:
+        if k_ptr.dtype.element_ty == tl.float16:  # as rows of length one are, beside bf16, too
             # what is lost beyond is less than a rounding of a cosine makes
             sign = tl.clamp(sign, -LARGEST_LENGTH, LARGEST_LENGTH)
         size = LN2
