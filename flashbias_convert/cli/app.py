@@ -126,7 +126,7 @@ def _report(error: Exception, arguments: Sequence[str]) -> int:
     """Say what went wrong: one line and a hint, or a traceback with ``--debug``."""
     if "--debug" in arguments:
         traceback.print_exc()
-    message, hint, code = _describe(error)
+    message, hint, code = _describe(error, arguments)
     print_error(message, _did_you_mean(arguments) or hint)
     if "--json" in arguments:
         kind = type(error).__name__
@@ -136,11 +136,14 @@ def _report(error: Exception, arguments: Sequence[str]) -> int:
     return code
 
 
-def _describe(error: Exception) -> tuple[str, str, ExitCode]:
+def _describe(error: Exception, arguments: Sequence[str]) -> tuple[str, str, ExitCode]:
     if isinstance(error, FlashBiasError):
         return error.message, error.hint, exit_code_of(error)
     if hasattr(error, "format_message"):  # an option that typer refused
-        return error.format_message(), f"see {PROGRAM} --help", ExitCode.USAGE
+        command = f"{arguments[0]} " if arguments and arguments[0] in COMMANDS else ""
+        # what pydantic puts before the words of a check of ours
+        told = error.format_message().replace("Value error, ", "")
+        return told, f"see {PROGRAM} {command}--help", ExitCode.USAGE
     message = f"{type(error).__name__}: {error}"
     return message, "this should not happen; --debug shows where it did", ExitCode.FAILED
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..decompose.neural_samples import Sample
-from ..inputs import Batch
+from ..errors import FlashBiasError
+from ..inputs import Batch, running
 from ..inspection import leave_no_trace
 from ..recipe import Observed
 
@@ -21,7 +22,7 @@ from ..recipe import Observed
 KEPT_ROWS = 4
 
 
-class ObservationError(Exception):
+class ObservationError(FlashBiasError):
     """A recipe could not tell what a call says of its bias; says why."""
 
 
@@ -106,24 +107,25 @@ def collect(
 
     Raises:
         ObservationError: the recipe does not know what to make of a call.
+        UsageError: the model does not run with these inputs.
     """
     found = Collected(most, attention)
     number = 0
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
-            seen = observe(module, *args, **kwargs)
+            for entry, sample in _samples(observe(module, *args, **kwargs), attention):
+                found.add(sample, (number, entry))
         except Exception as error:  # the recipe's, not that of the model or of its inputs
             raise ObservationError(f"what it sees cannot be told: {error}") from error
-        for entry, sample in _samples(seen, attention):
-            found.add(sample, (number, entry))
 
     handle = module.register_forward_pre_hook(hook, with_kwargs=True)
     try:
         with leave_no_trace(model):
             for at, batch in enumerate(batches):
                 number = at
-                model(*batch.args, **batch.kwargs)
+                with running(model):
+                    model(*batch.args, **batch.kwargs)
     finally:
         handle.remove()
     return found

@@ -16,7 +16,7 @@ from flashbias_convert.decompose.neural_options import FitOptions
 from flashbias_convert.decompose.pair_forms import PairSite
 from flashbias_convert.errors import NothingToConvertError, UsageError
 from flashbias_convert.fitting import site_fit
-from flashbias_convert.fitting.collect import Collected, collect, cropped
+from flashbias_convert.fitting.collect import Collected, ObservationError, collect, cropped
 from flashbias_convert.fitting.sites import missed
 from flashbias_convert.inputs import Batch, as_inputs
 from flashbias_convert.plan import Plan
@@ -267,11 +267,17 @@ def test_features_and_biases_must_have_the_same_batch() -> None:
     x, bias = torch.randn(5, 3), torch.randn(2, 1, 5, 5)
     model = make_model()
     batch = Batch(kwargs=make_inputs(proteins=1))
-    with pytest.raises(ValueError, match="batch dimensions"):
+    with pytest.raises(ObservationError, match="batch dimensions"):
         collect(
             model, model.pair, lambda *a, **k: Observed(x, x, bias), [batch], most=1,
             attention=False,
         )  # fmt: skip
+
+
+def test_inputs_that_the_model_does_not_run_with() -> None:
+    given = {name: tensor[..., :-1] for name, tensor in make_inputs().items()}
+    with pytest.raises(UsageError, match="PairModel does not run with these inputs: RuntimeError"):
+        fit_sites(make_model(), given, options=EASY, rank=8, recipes=RECIPES, include="pair")
 
 
 def test_networks_that_cost_more_than_the_bias_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
