@@ -35,6 +35,7 @@ def nothing_found(model: nn.Module, registry: Registry) -> NothingToConvertError
     if attention:
         places = [f"{cls} (first at {present[cls]!r})" for cls in attention]
         hints.append(f"looks like attention: {listed(places)}")
+        hints.append("`flashbias-convert probe` tells whether a bias is added there")
     return NothingToConvertError("no module of this model has a recipe", "; ".join(hints))
 
 

@@ -214,7 +214,10 @@ def _summary(result: Decomposition, description: Description) -> str:
     parts = []
     for term, count in Counter(d.term for d in result.decisions).items():
         ranks = [d.rank for d in result.decisions if d.term == term and d.rank is not None]
-        rank = f" (rank {min(ranks)} to {max(ranks)})" if ranks else ""
+        rank = ""
+        if ranks:
+            low, high = min(ranks), max(ranks)
+            rank = f" (rank {low})" if low == high else f" (rank {low} to {high})"
         what = "no term needed" if term == "none" else term
         parts.append(f"{what} in {count} head{'s' if count > 1 else ''}{rank}")
     parts += [term.kind for term in description.exact_terms]

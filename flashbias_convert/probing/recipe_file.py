@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ..errors import UsageError
+from ..errors import NothingToConvertError, UsageError
 from .code_text import (
     WIDTH,
     distribution,
@@ -55,8 +55,14 @@ def recipe_text(probe: Probe, model: nn.Module) -> tuple[str, str]:
         model: the same model.
 
     Raises:
+        NothingToConvertError: no attention has a bias.
         UsageError: there is no biased site without a recipe; one that refuses it counts, too.
     """
+    if not probe.biased:
+        raise NothingToConvertError(
+            "no attention of this model has a bias: there is nothing to write a recipe for",
+            "an input of another kind may bring one: --inputs",
+        )
     open_sites = [s for s in probe.biased if s.recipe is None and not s.refused]
     if not open_sites:
         reasons = dict.fromkeys(s.refused for s in probe.biased if s.refused)

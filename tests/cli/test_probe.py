@@ -99,7 +99,7 @@ def test_no_bias_is_nothing_to_convert(cli: Cli, tmp_path: Path) -> None:
     done = cli(*arguments)
     assert done.code == 3 and "no attention was seen" in done.out
     recipe = tmp_path / "r.py"
-    assert_error(cli(*arguments, "--write-recipe", recipe), 2, "no biased attention without a")
+    assert_error(cli(*arguments, "--write-recipe", recipe), 3, "no attention of this model has a")
     assert not recipe.exists()
     model = write_own(tmp_path / "zero.pt", Biased())
     torch.save(Biased().state_dict(), tmp_path / "zero.pt")

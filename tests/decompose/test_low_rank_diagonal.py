@@ -367,7 +367,7 @@ def test_a_patched_model_computes_with_it_and_a_file_keeps_it(tmp_path: Path):
         plan = patch_model(model, method="svd", diagonal=True, energy=0.999999, recipes=[TOY])
         ours = model(x)
     assert [d.term for s in plan.sites for d in s.decisions] == ["low_rank+diagonal"] * 6
-    assert "low_rank+diagonal in 2 heads (rank 3 to 3)" in plan.sites[0].reason
+    assert "low_rank+diagonal in 2 heads (rank 3)" in plan.sites[0].reason
     assert_parity(ours, plain, truth)
     path = tmp_path / "toy.safetensors"
     save_model(model, path, arch=make_model, plan=plan, recipes=[TOY])

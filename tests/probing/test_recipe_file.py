@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from flashbias_convert import (
+    NothingToConvertError,
     Probe,
     UsageError,
     inspect_model,
@@ -134,10 +135,12 @@ def test_a_recipe_without_a_forward_converts_no_file(
 
 
 def test_nothing_to_write() -> None:
-    for make in (a.vit, a.bloom):  # no bias, and a recipe for all of it
-        model, inputs = make()
-        with pytest.raises(UsageError, match="no biased attention without a recipe"):
-            recipe_text(probe_model(model, inputs), model)
+    model, inputs = a.vit()
+    with pytest.raises(NothingToConvertError, match="no attention of this model has a bias"):
+        recipe_text(probe_model(model, inputs), model)
+    model, inputs = a.bloom()  # there is a recipe for all of it
+    with pytest.raises(UsageError, match="no biased attention without a recipe"):
+        recipe_text(probe_model(model, inputs), model)
 
 
 def test_the_class_with_most_sites_is_chosen() -> None:
