@@ -7,6 +7,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from inspect import Parameter, Signature, signature
 from typing import Any, ClassVar, get_type_hints
 
+from ..errors import UsageError
 from .calibration import (
     Calibrating,
     CalibrationOpt,
@@ -82,7 +83,19 @@ class Converting(Deciding):
         return {**super().options(), **own}
 
     def calibrating(self) -> Calibrating | None:
-        """See `calibration.calibrating`."""
+        """See `calibration.calibrating`; by the outputs of the model, and nothing else.
+
+        Raises:
+            UsageError: a limit that a calibration does not keep.
+        """
+        usual = Converting()
+        for name in ("energy", "method", "max_attention_error", "diagonal"):
+            if self.calibration is not None and getattr(self, name) != getattr(usual, name):
+                option = f"--{name.replace('_', '-')}"
+                raise UsageError(
+                    f"--calibration goes by the outputs of the model, and not by {option}",
+                    f"leave {option} out, or --calibration",
+                )
         shared = {"max_rank": self.max_rank, "target": self.target, "tokens": self.tokens}
         given = (self.calibration, self.calibration_samples, self.max_output_error)
         return calibrating(*given, {**shared, **self.sites()})

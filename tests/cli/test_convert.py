@@ -251,6 +251,11 @@ def test_calibration_chooses_by_the_outputs(cli: Cli, tmp_path: Path) -> None:
         (["--calibration", "random", "--max-output-error", "nan"], "max_output_error"),
         (["--calibration", "random", "--calibration-samples", "0"], "at least 1"),
         (["--calibration", "nowhere"], "there are no inputs nowhere"),
+        (["--calibration", "random", "--energy", "0.9"], "and not by --energy"),
+        (
+            ["--calibration", "random", "--max-attention-error", "0.1"],
+            "and not by --max-attention-error",
+        ),
     ],
 )
 def test_calibration_that_makes_no_sense(
