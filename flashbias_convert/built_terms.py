@@ -91,8 +91,11 @@ def _window_table(table: Tensor, window: tuple[int, int]) -> RelativeTable:
     rows = torch.arange(height, dtype=torch.int32, device=table.device)
     columns = torch.arange(width, dtype=torch.int32, device=table.device)
     u = (rows[:, None] * span + columns).flatten()
-    pairs = width % 2 == 0  # no two keys of a pair are of different rows
-    return RelativeTable(table=shared_table(table.T), u=u, v=u.flip(0), pairs=pairs)
+    wide = torch.promote_types(table.dtype, torch.float32)
+    # a copy, which of one head `contiguous` would not make: it is kept with the table
+    own = table.T.to(wide, copy=True, memory_format=torch.contiguous_format)
+    # no two keys of a pair are of different rows
+    return RelativeTable(table=own, u=u, v=u.flip(0), pairs=width % 2 == 0)
 
 
 def shared_table(table: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flashbias_convert import apply_plan, inspect_model, patch_model
 from flashbias_convert.attention import flashbias_attention
 from flashbias_convert.builders import find_builder
-from flashbias_convert.built_terms import axial_rows, distance_table
+from flashbias_convert.built_terms import axial_rows, cls_window_table, distance_table, window_table
 from flashbias_convert.modules import ScoreBiasModule
 from flashbias_convert.patched_attention import PatchedAttention
 from flashbias_convert.plan import Plan
@@ -170,3 +170,24 @@ def test_a_table_of_distances() -> None:
 def test_builders_say_what_they_replace() -> None:
     assert find_builder("padded_alibi").replaces == ("alibi",)
     assert find_builder("axial_rows").replaces == ()
+
+
+@pytest.mark.parametrize("window", [(3, 4), (4, 3), (1, 6), (7, 7), (8, 8), (2, 1)])
+def test_windows_of_an_even_width_come_in_pairs(window: tuple[int, int]) -> None:
+    height, width = window
+    table = torch.randn((2 * height - 1) * (2 * width - 1), 3)
+    term = window_table(table=table, window=window)
+    term.check_codes()
+    assert term.pairs == (width % 2 == 0)
+    special = cls_window_table(table=torch.randn(len(table) + 3, 3), window=window)
+    special.check_codes()
+    assert not special.pairs
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_a_table_of_windows_that_is_kept_holds_nothing_of_its_source(heads: int) -> None:
+    table = torch.randn(9, heads)
+    term = window_table(table=table, window=(2, 2))
+    assert window_table(table=table, window=(2, 2)) is term
+    assert term.table.data_ptr() != table.data_ptr() and term.table.is_contiguous()
+    assert torch.equal(term.table, table.T)

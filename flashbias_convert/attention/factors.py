@@ -14,6 +14,8 @@ from ..terms import LowRank
 
 #: Scales smaller than this go into q, because factors divided by them could overflow.
 SMALLEST_SCALE = 2.0**-8
+#: The same for numbers in fp64: from here on they are no smaller in fp32, where kernels compare.
+SMALLEST_NUMBER = SMALLEST_SCALE * (1 - 2.0**-25)
 #: What stands for the scale in `pack` with cosine attention: the scale itself goes into q, and
 #: scores are what 2 is raised to.
 COSINE_UNIT = math.log(2)
@@ -103,7 +105,7 @@ def _column_top(phi: Tensor, other: Tensor) -> Tensor:
 
 def scale_size(scale: float) -> float:
     """What factors are divided by and the exponential multiplies again: |scale|, or 1."""
-    return abs(scale) if abs(scale) >= SMALLEST_SCALE else 1.0
+    return abs(scale) if abs(scale) >= SMALLEST_NUMBER else 1.0
 
 
 def scale_sizes(scales: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .descriptors import TileDescriptor, dense_tiles
-from .factors import SMALLEST_SCALE
+from .factors import SMALLEST_NUMBER
 from .hopper import rules as hopper
 from .launch_plan import MAX_PLANS, Launchable, LaunchPlan, layout_of
 from .local_settings import settings_for
@@ -305,7 +305,7 @@ def parts_for(spec: GroupSpec, tensors: Mapping[str, Tensor], programs: int) -> 
 
 def _is_plain(tensors: Mapping[str, Tensor], scale: float) -> bool:
     """Whether scores are scaled by one number, and no tiny one."""
-    return "scale" not in tensors and scale >= SMALLEST_SCALE
+    return "scale" not in tensors and scale >= SMALLEST_NUMBER
 
 
 def shape_of(

@@ -75,7 +75,8 @@ def flashbias_attention(
         query_start: position of the first query among the keys, for causal masks and ALiBi: an
             int, or integers of shape (*batch). Default M - N.
         key_mask: boolean, shape (*batch, M) or broadcastable; True = attend.
-        cosine: normalise the rows of q and k in fp32 first (SwinV2).
+        cosine: normalise the rows of q and k in fp32 first (SwinV2). The kernels take scales beyond
+            22,700 for that in half precision.
         score_bound: what no |scale * q k + bias| exceeds, masks aside, if the caller knows: a hint
             that lets the kernel skip the running maximum. Without a `key_mask`, every row must
             have a key that is not masked by a term. A bound that is wrong makes wrong results.

@@ -51,12 +51,12 @@ class GroupSpec:
         heads: the query heads of the group; None means all.
         columns: padded number of factor columns, 0 without factors.
         split: how many leading factor columns come as high and low parts.
-        scaled: phi_q is already divided by the scale of q k and rounded.
+        scaled: phi_q is already divided by the scale of q k, see `pack`, and rounded.
         symmetric: ALiBi by absolute distance.
         region_value: what a pair of different regions adds.
         by_distance: see `RelativeTable`.
         pairs: the table has behind each entry the one before it, see `RelativeTable`.
-        divided: the table is already divided by the scale of q k.
+        divided: the table is already divided by it, too.
         tensors: names of the tensors that follow, in order.
     """
 
@@ -87,6 +87,9 @@ class GroupSpec:
         )
 
 
+_FIELDS = dataclasses.fields(GroupSpec)
+
+
 @dataclass(frozen=True, eq=False)
 class PackedBias:
     """Flat tensors, and a string that says what they are.
@@ -108,9 +111,17 @@ class PackedBias:
 
 @lru_cache(maxsize=4096)
 def parse_spec(spec: str) -> tuple[GroupSpec, ...]:
-    """The groups that a `PackedBias.spec` describes."""
+    """The groups that a `PackedBias.spec` describes.
 
-    return tuple(GroupSpec(*values) for values in ast.literal_eval(spec))
+    Raises:
+        ValueError: it was made by another version, as of a program that was exported then.
+    """
+    groups = ast.literal_eval(spec)
+    if any(len(values) != len(_FIELDS) for values in groups):
+        raise ValueError(
+            "a packed bias of another version of flashbias_convert: export the program anew"
+        )
+    return tuple(GroupSpec(*values) for values in groups)
 
 
 #: What the kernel reads when there is no bias.
@@ -152,6 +163,8 @@ def can_join(own: ScoreBias, extra: Sequence[Term]) -> bool:
 
 def join(packed: PackedBias, extra: Sequence[Term]) -> PackedBias:
     """What `pack` makes of a bias with more terms, without packing the others anew.
+
+    A table among these is packed as it is.
 
     Args:
         packed: made by `pack`.

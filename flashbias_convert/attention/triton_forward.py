@@ -126,7 +126,7 @@ def attention_kernel(
 
     # scores are kept in units of the scale, x = (scale * q k + bias) / size: the size waits for the
     # exponential, where it is free, and the sign goes into q, where it is exact. A tiny scale goes
-    # into q, too, lest what is divided by it overflows.
+    # into q, too, lest what is divided by it overflows. For cosine attention see IN_QUERIES.
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + h)
     size = tl.where(tl.abs(scale) < SMALLEST_SCALE, 1.0, tl.abs(scale))
@@ -138,7 +138,7 @@ def attention_kernel(
         # rounding that they have: then x is what 2 is raised to, and terms are packed for that
         sign = scale * LOG2E
         if k_ptr.dtype.element_ty == tl.float16:  # as rows of length one are, beside bf16, too
-            # what is lost beyond is less than a rounding of a cosine makes
+            # a scale beyond is taken for this one, lest rows of a finite length overflow
             sign = tl.clamp(sign, -LARGEST_LENGTH, LARGEST_LENGTH)
         size = LN2
         per_size = LOG2E

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..decompose import added_cost, measure
 from ..decompose.decision import HeadDecision, kernel_columns
+from ..decompose.gain import is_paired
 from ..decompose.svd import truncated_svd
 from ..modules import ScoreBiasModule
 from ..plan import SitePlan
@@ -137,8 +138,12 @@ def _numbers(dense: Tensor, approximation: Tensor | LowRank) -> list[dict[str, f
 
 def _cost(site: SitePlan) -> float:
     """Of the dearest head."""
-    sizes = {"n": site.n, "m": site.m, "head_dim": site.head_dim}
-    return max((added_cost(d.term, **sizes) for d in site.decisions), default=0.0)
+    assert site.bias is not None
+    sizes, paired = (site.n, site.m), is_paired(site.bias.terms)
+    costs = (
+        added_cost(d.term, *sizes, head_dim=site.head_dim, paired=paired) for d in site.decisions
+    )
+    return max(costs, default=0.0)
 
 
 def _run(bias: ScoreBias, masks: tuple[Term, ...], call: Call) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..decompose import expected_gain
 from ..decompose.decision import HeadDecision
+from ..decompose.gain import is_paired
 from ..errors import FlashBiasError
 from ..inputs import Batch
 from ..plan import SitePlan
@@ -51,7 +52,8 @@ class Alternatives:
             f"calibrated: {parts} of {self.site.heads} heads; outputs change by {difference:.2g}"
         )
         kinds = [term.kind for term in masks]
-        gain = expected_gain(decisions, kinds, site.n, site.m, site.head_dim)
+        sizes = site.n, site.m, site.head_dim
+        gain = expected_gain(decisions, kinds, *sizes, paired=is_paired(bias.terms))
         return dataclasses.replace(
             site, decisions=decisions, reason=reason, gain=gain, spec=bias.spec(), bias=bias
         )

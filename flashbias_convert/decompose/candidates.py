@@ -17,6 +17,7 @@ from ..options import DecomposeOptions
 from ..terms import Lookup, RelativeTable
 from .costs import added_cost, is_measured, rank_bucket
 from .decision import HeadDecision, kernel_columns
+from .gain import is_paired
 from .head_tables import Tables
 
 #: A tail may exceed what `energy` allows by this, relatively and absolutely: fp32 factors.
@@ -89,7 +90,7 @@ def exact_candidates(
         if head in members:
             kind = term.kind
             entries = term.table.shape[-1] if isinstance(term, Lookup) else term.entries
-            cost = added_cost(kind, n, m, head_dim=head_dim)
+            cost = added_cost(kind, n, m, head_dim=head_dim, paired=is_paired([term]))
             why = f"a table of {entries} {_OF[kind]} is exact"
             if not is_measured(kind, head_dim):
                 why += " (its cost was not measured, but reckoned from those of other terms)"

@@ -44,8 +44,7 @@ FORMS = {
     "regions": "regions",
 }
 
-#: A table of a window whose rows have an even number of tokens, and so of an even number of keys:
-#: entries of two keys by one read, see `RelativeTable.pairs`.
+#: A table whose entries of two keys come by one read, see `RelativeTable.pairs`.
 PAIRS = "relative_table, pairs"
 
 #: A dense bias of all heads whose tiles batch entries share; only where `tuning` lets them.
@@ -92,7 +91,9 @@ def is_measured(kind: str, head_dim: int | None = None) -> bool:
     return kind not in RECKONED or kind in _curves(head_dim)
 
 
-def added_cost(kind: str, n: int, m: int, rank: int = 0, head_dim: int | None = None) -> float:
+def added_cost(
+    kind: str, n: int, m: int, rank: int = 0, head_dim: int | None = None, paired: bool = False
+) -> float:
     """Picoseconds per score that a term adds to attention over n queries and m keys.
 
     Of two terms of equal cost the exact one is taken, and of factors those without a diagonal.
@@ -103,6 +104,7 @@ def added_cost(kind: str, n: int, m: int, rank: int = 0, head_dim: int | None = 
         m: number of keys.
         rank: of a low-rank term.
         head_dim: size of a head; None if it is not known.
+        paired: of a table, whether it is `RelativeTable.pairs`.
 
     Returns:
         At least 0, for noise makes nothing faster; infinity for more columns than were measured.
@@ -123,9 +125,7 @@ def added_cost(kind: str, n: int, m: int, rank: int = 0, head_dim: int | None = 
         return max(added_cost(other, n, m, head_dim=head_dim) for other in RECKONED[kind])
     if kind not in FORMS:
         raise ValueError(f"no cost is known for a term of kind {kind!r}")
-    form = FORMS[kind]
-    if kind == "relative_table" and m % 2 == 0 and PAIRS in _curves(head_dim):
-        form = PAIRS
+    form = PAIRS if kind == "relative_table" and paired else FORMS[kind]
     return _added(form, n, m, head_dim)
 
 

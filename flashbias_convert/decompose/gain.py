@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..terms import RelativeTable, Term
 from .costs import (
     DENSE_SDPA,
     PLAIN,
@@ -15,6 +16,11 @@ from .costs import (
 from .decision import HeadDecision
 
 
+def is_paired(terms: Iterable[Term]) -> bool:
+    """Whether all relative tables among these terms are `RelativeTable.pairs`."""
+    return all(term.pairs for term in terms if isinstance(term, RelativeTable))
+
+
 def expected_gain(
     decisions: Iterable[HeadDecision],
     masks: Iterable[str],
@@ -22,6 +28,7 @@ def expected_gain(
     m: int,
     head_dim: int | None = None,
     shared: bool = False,
+    paired: bool = False,
 ) -> float | None:
     """How many times as fast as with the bias as a dense matrix in torch's fused attention.
 
@@ -34,6 +41,7 @@ def expected_gain(
         m: number of keys.
         head_dim: size of a head; None if it is not known.
         shared: see `decompose`.
+        paired: see `is_paired`.
 
     Returns:
         The ratio, or None where a term was never measured.
@@ -45,7 +53,7 @@ def expected_gain(
     try:
         common = sum(added_cost(kind, n, m, head_dim=head_dim) for kind in masks)
         own = [
-            sum(added_cost(kind, n, m, d.columns(), head_dim) for kind in d.term.split("+"))
+            sum(added_cost(kind, n, m, d.columns(), head_dim, paired) for kind in d.term.split("+"))
             for d in decisions
         ]
         plain = time_per_score(PLAIN, n, m, head_dim)

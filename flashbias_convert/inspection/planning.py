@@ -10,6 +10,7 @@ from torch import nn
 
 from ..builders import with_builders
 from ..decompose import Decomposition, decompose, expected_gain
+from ..decompose.gain import is_paired
 from ..decompose.pair_forms import PairForm, PairSite, forms, forms_in_words
 from ..errors import FlashBiasError, NotFiniteError, UsageError
 from ..hooks import at_hand, children_read, is_dispatched, loads_all_below
@@ -194,7 +195,8 @@ def _gain(result: Decomposition, description: Description) -> float | None:
         return None
     masks = [term.kind for term in description.exact_terms]
     sizes = description.n, description.m, description.head_dim
-    return expected_gain(result.decisions, masks, *sizes, description.shared)
+    paired = is_paired(result.bias.terms)
+    return expected_gain(result.decisions, masks, *sizes, description.shared, paired)
 
 
 def _forms(description: Description) -> tuple[PairForm, ...]:

@@ -89,7 +89,7 @@ def by_offset(pattern: Pattern) -> tuple[RelativeTable, Grid] | None:
             continue
         table = _table(pattern, cells, grid.size, torch.arange(n, device=rows.device))
         if table is not None:
-            return RelativeTable(table=table.float(), u=codes.u.int(), v=codes.v.int()), grid
+            return RelativeTable.of_codes(table.float(), codes.u.int(), codes.v.int()), grid
     return None
 
 

@@ -81,8 +81,8 @@ class RelativeTable(Term):
         Reads the codes: synchronises.
         """
         margin = self.MARGIN if self.by_distance else 0
-        low = int(self.u.min() + self.v.min()) - margin
-        high = int(self.u.max() + self.v.max()) + margin
+        low = int(self.u.min()) + int(self.v.min()) - margin
+        high = int(self.u.max()) + int(self.v.max()) + margin
         size = self.table.shape[-1]
         require(
             low >= 0 and high < size,
@@ -130,5 +130,5 @@ def are_pairs(v: Tensor) -> bool:
     """
     if len(v) % 2:
         return False
-    even, odd = v.view(-1, 2).unbind(-1)
+    even, odd = v.long().view(-1, 2).unbind(-1)  # small integers would wrap
     return bool(((even - odd == 1) & (odd >= 0)).all())

@@ -152,3 +152,11 @@ def test_forward_derivatives_are_refused(whose: str, trained: bool, q: torch.Ten
         terms = ScoreBias((Dense(bias=bias),), 3)
         with pytest.raises(RuntimeError, match="jvp"):
             flashbias_attention(q, q.detach(), other, terms, backend="triton")
+
+
+def test_a_packed_bias_of_another_version_is_refused(q: torch.Tensor) -> None:
+    """As programs that were exported then have it: fields would be taken for others."""
+    slopes = torch.ones(q.shape[-3])
+    spec = "((None, 0, 0, False, False, 0.0, 0, ('slopes',)),)"
+    with pytest.raises(ValueError, match="another version of flashbias_convert: export"):
+        registration.attention_op(q, q, q, [slopes], spec, 1.0, None, None, 0, None, 0)

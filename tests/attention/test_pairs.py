@@ -36,6 +36,16 @@ def test_windows(
     check(x, x.bias(term), kernel, **OPTIONS[options])
 
 
+def test_a_scale_that_is_rounded_up_to_what_is_divided_by(
+    kernel: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Just below 2**-8 in fp64, and 2**-8 in the kernel."""
+    x = Inputs(device, dtype, n=24, heads=2)
+    for terms in ([x.table()], [x.low_rank(3)]):
+        for cut in (2.0**-25, 2.0**-24, 1e-9):
+            check(x, x.bias(*terms), kernel, scale=2.0**-8 * (1 - cut))
+
+
 @pytest.mark.parametrize("cosine", [False, True])
 def test_windows_with_all_else(
     cosine: bool, kernel: str, dtype: torch.dtype, device: torch.device
@@ -82,9 +92,11 @@ def test_cosines_by_a_huge_scale(
     torch.testing.assert_close(out, x.v)
 
 
-def test_training_reads_the_table_as_it_is(kernel: str, device: torch.device) -> None:
+@pytest.mark.parametrize("half", [False, True])
+def test_training_reads_the_table_as_it_is(half: bool, kernel: str, device: torch.device) -> None:
     """Gradients are those of the table, not of what inference is given."""
-    x = Inputs(device, n=24, heads=2)
+    x = Inputs(device, torch.float16 if half else torch.float32, n=24, heads=2)
+    close = {"rtol": 0.05, "atol": 0.02} if half else {"rtol": 1e-4, "atol": 1e-4}
     term = x.pairs(6)
     for own in (term, dataclasses.replace(term, pairs=False)):
         table = own.table.clone().requires_grad_()
@@ -97,7 +109,7 @@ def test_training_reads_the_table_as_it_is(kernel: str, device: torch.device) ->
         exact = flashbias_attention(*wide, right, backend="eager", cosine=True, scale=5.0)
         exact.square().sum().backward()
         assert table.grad is not None and truth.grad is not None
-        assert torch.allclose(table.grad.double(), truth.grad, rtol=1e-4, atol=1e-4)
+        assert torch.allclose(table.grad.double(), truth.grad, **close)
 
 
 def test_what_is_packed() -> None:

@@ -17,7 +17,9 @@ def prices(monkeypatch: pytest.MonkeyPatch) -> Prices:
         "relative_table": 9, "lookup": 5,
     }  # fmt: skip
 
-    def cost(kind: str, n: int, m: int, rank: int = 0, head_dim: int | None = None) -> float:
+    def cost(
+        kind: str, n: int, m: int, rank: int = 0, head_dim: int | None = None, paired: bool = False
+    ) -> float:
         assert n > 0 and m > 0
         if kind != "low_rank":
             return found[kind]

@@ -7,12 +7,16 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
-from flashbias_convert.decompose import HeadDecision, added_cost, costs, expected_gain
+from flashbias_convert import RelativeTable
+from flashbias_convert.decompose import HeadDecision, added_cost, costs, decompose, expected_gain
+from flashbias_convert.decompose.candidates import exact_candidates
 from flashbias_convert.decompose.costs import (
     BUCKETS,
     DENSE_SDPA,
     FORMS,
+    PAIRS,
     PLAIN,
     RECKONED,
     SHARED_DENSE,
@@ -22,12 +26,14 @@ from flashbias_convert.decompose.costs import (
     shared_dense_cost,
     time_per_score,
 )
+from flashbias_convert.decompose.gain import is_paired
+from flashbias_convert.options import DecomposeOptions
 
 KINDS = [*FORMS, *TOGETHER, *RECKONED]
 
 
 def test_every_form_was_measured_at_every_size() -> None:
-    forms = {PLAIN, DENSE_SDPA, *FORMS.values(), *(f"low_rank {b}" for b in BUCKETS)}
+    forms = {PLAIN, DENSE_SDPA, PAIRS, *FORMS.values(), *(f"low_rank {b}" for b in BUCKETS)}
     forms |= {form for pair in TOGETHER.values() for form in pair}
     lengths = {tuple(n for n, _ in curve) for own in _table().values() for curve in own.values()}
     measured = [set(own) - {*RECKONED, SHARED_DENSE} for own in _table().values()]
@@ -102,6 +108,34 @@ def test_shared_dense_biases_cost_what_was_measured(monkeypatch: pytest.MonkeyPa
     assert apart is not None and together is not None and together > apart
     mixed = [own[0], HeadDecision(1, "none", *numbers)]
     assert expected_gain(mixed, [], *at, True) == expected_gain(mixed, [], *at)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64])
+def test_tables_whose_keys_come_in_pairs_cost_less(head_dim: int) -> None:
+    at = {"n": 576, "m": 576, "head_dim": head_dim}
+    alone, paired = (added_cost("relative_table", **at, paired=p) for p in (False, True))
+    assert 0 < paired < alone
+    own = HeadDecision(0, "relative_table", None, 1.0, 0.0, 0.0, 0.0, "")
+    gains = [expected_gain([own], [], 576, 576, head_dim, paired=p) for p in (False, True)]
+    assert gains[0] is not None and gains[1] is not None and gains[0] < gains[1]
+
+
+@pytest.mark.parametrize(("window", "paired"), [((24, 24), True), ((8, 7, 7), False)])
+def test_what_a_table_costs_follows_its_codes(window: tuple[int, ...], paired: bool) -> None:
+    """An even number of keys is no sign of it: a window of 8 x 7 x 7 has one."""
+    cells = torch.cartesian_prod(*(torch.arange(size) for size in window))
+    spans = torch.tensor([2 * size - 1 for size in window])
+    steps = spans.flip(0).cumprod(0).roll(1).flip(0)
+    steps[-1] = 1
+    code = ((cells[:, None] - cells[None] + torch.tensor(window) - 1) * steps).sum(-1)
+    bias = torch.randn(1, int(spans.prod()))[:, code]
+    found = decompose(bias, DecomposeOptions(method="exact"), index=code, head_dim=32)
+    (term,) = found.bias.terms
+    assert isinstance(term, RelativeTable) and term.pairs is paired and is_paired([term]) is paired
+    n = len(cells)
+    cost = added_cost("relative_table", n, n, head_dim=32, paired=paired)
+    tables = [([0], term)]
+    assert exact_candidates(bias, 0, tables, 32)[0].cost == cost
 
 
 def test_what_was_not_measured_counts_as_the_dearest_that_it_is_like(

@@ -201,3 +201,13 @@ def test_keys_in_pairs(codes: list[int], paired: bool) -> None:
 def test_distances_are_no_pairs() -> None:
     token = torch.arange(6)
     assert not RelativeTable.of_codes(Maker().numbers(2, 11), token, token.flip(0), -1).pairs
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+def test_small_integers_do_not_wrap(dtype: torch.dtype) -> None:
+    low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    assert not are_pairs(torch.tensor([low, high], dtype=dtype))
+    u, v = torch.tensor([high, 1], dtype=dtype), torch.tensor([1, 0], dtype=dtype)
+    RelativeTable(table=torch.zeros(1, high + 2), u=u, v=v).check_codes()
+    with pytest.raises(ValueError, match=f"to {high + 1}, but the table has {high + 1} entries"):
+        RelativeTable(table=torch.zeros(1, high + 1), u=u, v=v).check_codes()
