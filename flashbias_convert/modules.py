@@ -419,7 +419,9 @@ def _are(some: Sequence[object], others: Sequence[object]) -> bool:
 
 
 def _check_codes(terms: Sequence[Term]) -> None:
-    """A kernel trusts codes; a wrong one would read outside its table. Reads the codes."""
+    """A kernel trusts codes; a wrong one would read outside its table. Reads them, and regions."""
     for term in terms:
-        if isinstance(term, RelativeTable | Lookup) and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return
+        if isinstance(term, RelativeTable | Lookup | Regions):
             term.check_codes()

@@ -84,7 +84,9 @@ def _regions(grid: WindowMap, device: torch.device) -> Regions:
         # an axis that is not rolled has one region
         region = (at >= size - window).int() + (at >= size - shift).int() if shift else 0 * at.int()
         ids = ids[..., None] * 3 + region
-    return Regions(ids=grid._windows(ids[None, ..., None])[0, ..., 0])
+    # a width and a shift that are even part no two tokens 2 j and 2 j + 1 of a window
+    even = grid.window[-1] % 2 == 0 and grid.shift[-1] % 2 == 0
+    return Regions(ids=grid._windows(ids[None, ..., None])[0, ..., 0], pairs=even)
 
 
 @lru_cache(maxsize=64)

@@ -22,6 +22,7 @@ from flashbias_convert import (
     ScoreBias,
 )
 from flashbias_convert.built_terms import cls_window_table
+from flashbias_convert.terms.regions import are_in_twos
 from flashbias_convert.window_map import WindowMap
 
 
@@ -182,7 +183,8 @@ def with_regions(
 
     def both(shape: Shape, device: torch.device) -> ScoreBias:
         ids = shift_ids(shape.n, device)[torch.arange(shape.batch[-1], device=device) % 16]
-        return make(shape, device) + ScoreBias((Regions(ids=ids),), shape.heads)
+        own = Regions(ids=ids, pairs=are_in_twos(ids))
+        return make(shape, device) + ScoreBias((own,), shape.heads)
 
     return both
 

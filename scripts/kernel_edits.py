@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FORWARD, STEPS, LOOKUP = "triton_forward.py", "triton_steps.py", "triton_lookup.py"
-PACKING, OPERATOR = "packing.py", "operator.py"
+PACKING, OPERATOR, LAUNCH = "packing.py", "operator.py", "launch.py"
 #: no edit at all
 AS_IT_IS = "as it is"
 
@@ -150,7 +150,7 @@ def _one_region(told: str) -> dict[str, tuple[tuple[str, str], ...]]:
          "                upper = tl.where(is_plain == (PASS == INSIDE), quick_end, begin)\n"),
         *((f"{' ' * deep}{_COMPARED}\n{' ' * deep}    {next_}",
            f"{' ' * deep}if ids_ptr is not None and PASS != INSIDE:\n{' ' * deep}    {next_}")
-          for deep, next_ in ((16, "key_region ="), (20, "x = tl.fma"), (20, "level = top"))),
+          for deep, next_ in ((16, "if REGION_PAIRS:"), (20, "x = tl.fma"), (20, "level = top"))),
     )}  # fmt: skip
 
 
@@ -273,6 +273,11 @@ EDITS: dict[str, Edit] = {
         "as it was: both",
         {PACKING: _ONE_BY_ONE, **_EXPONENT},
         _TABLES[:1],
+    ),
+    "regions one by one": Edit(
+        "as it was: a comparison for each score, not for two keys of one region",
+        {LAUNCH: (('"REGION_PAIRS": spec.region_pairs', '"REGION_PAIRS": False'),)},
+        _SHIFTED,
     ),
     "windows of one region, looked for": Edit(
         "most windows of a shifted map are one region, whose pairs need not be compared",

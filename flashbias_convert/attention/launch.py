@@ -246,6 +246,7 @@ def _plan(
         "SCALED": spec.scaled,
         "PAIRS": spec.pairs,
         "DIVIDED": spec.divided,
+        "REGION_PAIRS": spec.region_pairs,
         "PLAIN_SCALE": plain_scale,
         "NATURAL": not half,
         "ALIGNED_ROWS": vector_rows(k) and vector_rows(v),

@@ -54,6 +54,7 @@ class GroupSpec:
         scaled: phi_q is already divided by the scale of q k, see `pack`, and rounded.
         symmetric: ALiBi by absolute distance.
         region_value: what a pair of different regions adds.
+        region_pairs: see `Regions.pairs`.
         by_distance: see `RelativeTable`.
         pairs: the table has behind each entry the one before it, see `RelativeTable`.
         divided: the table is already divided by it, too.
@@ -66,6 +67,7 @@ class GroupSpec:
     scaled: bool = False
     symmetric: bool = False
     region_value: float = 0.0
+    region_pairs: bool = False
     by_distance: int = 0
     pairs: bool = False
     divided: bool = False
@@ -80,6 +82,7 @@ class GroupSpec:
             self.scaled,
             self.symmetric,
             self.region_value,
+            self.region_pairs,
             self.by_distance,
             self.pairs,
             self.divided,
@@ -375,7 +378,7 @@ def side_by_side(parts: list[Tensor]) -> Tensor:
 def spec_fields(term: Term) -> dict[str, Any]:
     """What a term says in its group's specification."""
     if isinstance(term, Regions):
-        return {"region_value": float(term.value)}
+        return {"region_value": float(term.value), "region_pairs": term.pairs}
     if isinstance(term, RelativeTable):
         return {"by_distance": term.by_distance}
     return {"symmetric": term.symmetric} if isinstance(term, Alibi) else {}

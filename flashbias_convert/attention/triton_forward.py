@@ -77,7 +77,7 @@ def attention_kernel(
     region_value, batch_1, batch_2, G, kv_group, N, M,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     COLUMNS: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
-    PAIRS: tl.constexpr, DIVIDED: tl.constexpr,
+    PAIRS: tl.constexpr, DIVIDED: tl.constexpr, REGION_PAIRS: tl.constexpr,
     PLAIN_SCALE: tl.constexpr, NATURAL: tl.constexpr, ALIGNED_ROWS: tl.constexpr,
     WIDE: tl.constexpr,
     CAUSAL: tl.constexpr, COSINE: tl.constexpr, SYMMETRIC: tl.constexpr, BOUNDED: tl.constexpr,
@@ -364,8 +364,15 @@ def attention_kernel(
                     else:
                         x += entry * per_entry
                 if ids_ptr is not None:
-                    key_region = tl.load(key_ids_ptr + safe_k * key_ids_strides[3])
-                    same = region[:, None] == key_region[None, :]
+                    if REGION_PAIRS:
+                        even = s + 2 * tl.arange(0, BN // 2)
+                        even = tl.minimum(even, M - 2) if PASS == EDGES else even
+                        key_region = tl.load(key_ids_ptr + even.to(tl.int64) * key_ids_strides[3])
+                        same = region[:, None] == key_region[None, :]
+                        same = tl.reshape(tl.join(same, same), [BM, BN])
+                    else:
+                        key_region = tl.load(key_ids_ptr + safe_k * key_ids_strides[3])
+                        same = region[:, None] == key_region[None, :]
                     # elsewhere it is chosen with what is subtracted: an addition less
                     if not (BOUNDED or (QUICK and PASS != EDGES)):
                         x = tl.where(same, x, x + region_row[:, None])

@@ -44,10 +44,10 @@ def traced_attention_kernel(
     region_value: tl.constexpr, batch_1: tl.constexpr, batch_2: tl.constexpr, G: tl.constexpr,
     kv_group: tl.constexpr, N: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr,
-    SCALED: tl.constexpr, PAIRS: tl.constexpr, DIVIDED: tl.constexpr, PLAIN_SCALE: tl.constexpr,
-    NATURAL: tl.constexpr, ALIGNED_ROWS: tl.constexpr, WIDE: tl.constexpr, CAUSAL: tl.constexpr,
-    COSINE: tl.constexpr, SYMMETRIC: tl.constexpr, BOUNDED: tl.constexpr, QUICK: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    SCALED: tl.constexpr, PAIRS: tl.constexpr, DIVIDED: tl.constexpr, REGION_PAIRS: tl.constexpr,
+    PLAIN_SCALE: tl.constexpr, NATURAL: tl.constexpr, ALIGNED_ROWS: tl.constexpr,
+    WIDE: tl.constexpr, CAUSAL: tl.constexpr, COSINE: tl.constexpr, SYMMETRIC: tl.constexpr,
+    BOUNDED: tl.constexpr, QUICK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     tl.static_assert(MADE_BY != "")
     attention_kernel(
@@ -64,8 +64,8 @@ def traced_attention_kernel(
         rel_h_strides, rel_w_ptr, rel_w_strides, axial_rows_ptr, axial_rows_strides, axial_y_ptr,
         axial_x_ptr, lse_ptr, lse_strides, gate_ptr, gate_strides, parts_ptr, parts, region_value,
         batch_1, batch_2, G, kv_group, N, M, D, DV, BLOCK_D, BLOCK_DV, COLUMNS, SPLIT, SCALED,
-        PAIRS, DIVIDED, PLAIN_SCALE, NATURAL, ALIGNED_ROWS, WIDE, CAUSAL, COSINE, SYMMETRIC,
-        BOUNDED, QUICK, BM, BN,
+        PAIRS, DIVIDED, REGION_PAIRS, PLAIN_SCALE, NATURAL, ALIGNED_ROWS, WIDE, CAUSAL, COSINE,
+        SYMMETRIC, BOUNDED, QUICK, BM, BN,
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from ..terms import (
     ScoreBias,
     Term,
 )
+from ..terms.regions import are_in_twos
 from .calls import AttentionCall
 
 
@@ -157,7 +158,8 @@ def _axial(term: Axial, maker: _Maker, heads: int, dtype: torch.dtype) -> Term:
 
 def _regions(term: Regions, maker: _Maker, heads: int, _: torch.dtype) -> Term:
     ids = torch.arange(maker.n, device=maker.device) * 2 // max(1, maker.n)
-    return Regions(ids=ids.to(term.ids.dtype), value=term.value, heads=term.heads)
+    twos = are_in_twos(ids)
+    return Regions(ids=ids.to(term.ids.dtype), value=term.value, heads=term.heads, pairs=twos)
 
 
 def _diagonal(term: Diagonal, maker: _Maker, heads: int, _: torch.dtype) -> Term:

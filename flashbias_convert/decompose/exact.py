@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..terms import Dense, Regions, RelativeTable
+from ..terms.regions import are_in_twos
 from ..terms.relative_table import distance_direction
 from .chunks import chunks
 from .codes import Codes, check_index, codes_from_index, grids
@@ -152,7 +153,8 @@ def regions(mask: Tensor) -> Regions | None:
     if not torch.equal(ids[..., :, None] != key_ids[..., None, :], away):
         return None
     shared = ids.shape == key_ids.shape and torch.equal(ids, key_ids)
-    return Regions(ids=ids, key_ids=None if shared else key_ids, value=value)
+    twos = are_in_twos(key_ids)
+    return Regions(ids=ids, key_ids=None if shared else key_ids, value=value, pairs=twos)
 
 
 def _region_ids(together: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,9 @@ class Regions(Term):
         ids: small integers, shape (*batch, N): for windows (nW, N).
         key_ids: small integers, shape (*batch, M); default `ids`.
         value: what a pair of different regions adds.
+        pairs: whether keys come in twos of one region, as in windows of an even width on a map that
+            is shifted by an even number. A kernel compares both at once, and trusts it; see
+            `are_in_twos`.
     """
 
     kind: ClassVar[str] = "regions"
@@ -30,6 +33,7 @@ class Regions(Term):
     ids: Tensor = pinned_tensor()
     key_ids: Tensor | None = pinned_tensor(default=None)
     value: float = -100.0
+    pairs: bool = False
 
     def __post_init__(self) -> None:
         require_shape("ids", self.ids, 1, "(*batch, N)")
@@ -39,6 +43,15 @@ class Regions(Term):
             require_integer("key_ids", self.key_ids)
         known = isinstance(self.value, int | float) and math.isfinite(self.value)
         require(known, f"the value of regions must be a finite number, got {self.value!r}")
+
+    def check_codes(self) -> None:
+        """Raise ValueError if keys are not the `pairs` that they are said to be.
+
+        Reads the ids: synchronises.
+        """
+        keys = self.ids if self.key_ids is None else self.key_ids
+        known = not self.pairs or are_in_twos(keys)
+        require(known, "pairs is true, but keys are not in twos of one region")
 
     def sizes(self) -> list[tuple[str, int, str]]:
         keys = self.ids if self.key_ids is None else self.key_ids
@@ -57,3 +70,12 @@ class Regions(Term):
         if self.key_ids is not None:
             shapes.append(tuple(self.key_ids.shape[:-1]))
         return joint_shape(*shapes)
+
+
+def are_in_twos(ids: Tensor) -> bool:
+    """Whether the ids of keys are `Regions.pairs`. Reads them: synchronises.
+
+    Args:
+        ids: integers, shape (*batch, M).
+    """
+    return ids.shape[-1] % 2 == 0 and torch.equal(ids[..., ::2], ids[..., 1::2])

@@ -112,7 +112,7 @@ def call(case: str, given: dict[str, Tensor]) -> Tensor:
     mask = given.get("mask")
     if case == "computed mask":
         mask = torch.le(given["places"], given["slots"]).unsqueeze(0)
-    spec = "((None, 0, 0, False, False, 0.0, 0, False, False, ('slopes',)),)"
+    spec = "((None, 0, 0, False, False, 0.0, False, 0, False, False, ('slopes',)),)"
     out = attention_op(
         given["q"] * 2, given["k"].index_copy(2, given["slots"], given["new"]), given["v"],
         [given["slopes"]], spec, 0.125, None, mask, 0, given["slots"], CAUSAL, given.get("gate"),

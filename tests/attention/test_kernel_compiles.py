@@ -21,6 +21,7 @@ from flashbias_convert.attention import launch
 from flashbias_convert.attention.parts import MOST_PARTS
 from flashbias_convert.attention.tuning import LaunchSettings
 from flashbias_convert.terms import TERM_KINDS
+from flashbias_convert.window_map import WindowMap
 
 from .cases import Inputs
 from .conftest import INTERPRETED
@@ -191,6 +192,22 @@ def test_entries_of_two_keys_stay_where_the_scores_are() -> None:
     assert 2 * reads[0] == other.ptx.count("ld.global.nc.f32")
     assert one.ptx.count("bar.sync") == other.ptx.count("bar.sync")
     assert one.shared == other.shared
+
+
+@pytest.mark.skipif(not NVDISASM.exists(), reason="nvdisasm is not there")
+def test_two_keys_of_one_region_are_compared_at_once(tmp_path: Path) -> None:
+    window = WindowMap(size=(48, 48), window=(24, 24), shift=(12, 12)).regions(CPU)
+    sizes: dict[str, Any] = {"batch": (2, 4)}
+    counts = []
+    for twos in (True, False):
+        term = dataclasses.replace(window, pairs=twos)
+        variant = Variant(BF16, 576, 32, lambda x, term=term: [term], sizes, ("cosine",))  # type: ignore[misc]
+        (compiled,) = (c for c in variant.compile() if c.name == "attention_kernel")
+        assert compiled.spills_in_loops(tmp_path) == 0
+        counts.append(compiled.counted(tmp_path, " ISETP", "FSEL"))
+        scores = compiled.constants["BM"] * compiled.constants["BN"] // (32 * compiled.num_warps)
+    # of two scores one comparison, and one choice of what is subtracted
+    assert counts[0] <= counts[1] - scores
 
 
 def test_heads_with_other_terms_are_compiled_apart() -> None:

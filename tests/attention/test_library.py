@@ -110,7 +110,7 @@ def test_only_those_gradients_that_are_needed_are_made(
 
 
 def test_rows_have_no_gradient(q: torch.Tensor) -> None:
-    no_bias = ([], "((None, 0, 0, False, False, 0.0, 0, False, False, ()),)")
+    no_bias = ([], "((None, 0, 0, False, False, 0.0, False, 0, False, False, ()),)")
     out, rows = autograd.attention_training_op(
         q.requires_grad_(), q, q, *no_bias, 1.0, None, None, 0, None, 0
     )
@@ -127,7 +127,7 @@ REFUSALS = {
 def test_what_has_no_gradient_says_so(what: str, reason: str, q: torch.Tensor) -> None:
     q.requires_grad_()
     if what == "inference":
-        no_bias = ([], "((None, 0, 0, False, False, 0.0, 0, False, False, ()),)")
+        no_bias = ([], "((None, 0, 0, False, False, 0.0, False, 0, False, False, ()),)")
         out = registration.attention_op(q, q, q, *no_bias, 1.0, None, None, 0, None, 0)
     else:
         (out,) = torch.autograd.grad(attention(q).square().sum(), q, create_graph=True)

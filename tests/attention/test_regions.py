@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
 from flashbias_convert import Regions
+from flashbias_convert.attention import flashbias_attention
 from flashbias_convert.window_map import WindowMap
 
 from .cases import Inputs, check
@@ -20,11 +22,31 @@ def test_shifted_windows(
     options: dict[str, Any], dtype: torch.dtype, kernel: str, device: torch.device
 ) -> None:
     """Windows of one region, of two and of four side by side in a batch."""
-    ids = WindowMap(size=(20, 20), window=(10, 10), shift=(4, 4)).regions(device).ids
-    assert [len(window.unique()) for window in ids] == [1, 2, 2, 4]
+    shift = 3 if options.get("causal") else 4  # keys in twos, and not
+    term = WindowMap(size=(20, 20), window=(10, 10), shift=(4, shift)).regions(device)
+    assert [len(window.unique()) for window in term.ids] == [1, 2, 2, 4]
+    assert term.pairs == (shift == 4)
     x = Inputs(device, dtype, batch=(2, 4), n=100, heads=1, d=32)
-    bias = x.bias(x.low_rank(3), Regions(ids=ids, value=-3.0))
+    bias = x.bias(x.low_rank(3), dataclasses.replace(term, value=-3.0))
     check(x, bias, kernel, **options)
+
+
+@pytest.mark.parametrize(("n", "masked"), [(6, True), (70, False), (70, True), (150, False)])
+def test_keys_in_twos_of_one_region(
+    n: int, masked: bool, dtype: torch.dtype, kernel: str, device: torch.device
+) -> None:
+    """The same bits as when each is compared; with a table that is read by twos, or without."""
+    x = Inputs(device, dtype, batch=(2,), n=n, heads=1)
+    ids = x.integers(3, 2, n // 2).repeat_interleave(2, -1)
+    twos = Regions(ids=x.integers(3, 2, n), key_ids=ids, value=-2.0, pairs=True)
+    mask = {"key_mask": x.integers(4, 2, n) > 0} if masked else {}
+    bias = x.bias(x.rows(x.pairs(2)) if masked else x.low_rank(2), x.rows(twos))
+    check(x, bias, kernel, **mask)
+    alone = x.bias(bias.terms[0], dataclasses.replace(bias.terms[-1], pairs=False))
+    found = [
+        flashbias_attention(x.q, x.k, x.v, each, backend=kernel, **mask) for each in (bias, alone)
+    ]
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("where", [0, 70, 1500, 2099])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
 import pytest
 import torch
 
+from flashbias_convert.decompose import regions
 from flashbias_convert.terms import Regions
+from flashbias_convert.terms.regions import are_in_twos
+from flashbias_convert.window_map import WindowMap
 from tests.timm_abilities import CUTS_ANY_MAP, needs, works
 
 
@@ -107,3 +111,45 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         Regions(ids=ids).dense(3, 2)
     with pytest.raises(ValueError, match="regions: key_ids is for 2 keys, the call has 3"):
         Regions(ids=ids).dense(2, 3)
+
+
+def test_keys_in_twos() -> None:
+    twos, apart = torch.tensor([[0, 0, 2, 2], [1, 1, 1, 1]]), torch.tensor([[0, 2, 2, 0]])
+    for keys, known in ((twos, True), (apart, False), (twos[..., :3], False)):
+        assert are_in_twos(keys) is known
+        Regions(ids=apart, key_ids=keys).check_codes()
+        claimed = Regions(ids=apart, key_ids=keys, pairs=True)
+        if known:
+            claimed.check_codes()
+        else:
+            with pytest.raises(ValueError, match="not in twos of one region"):
+                claimed.check_codes()
+    own = Regions(ids=twos, pairs=True)
+    own.check_codes()
+    kept = Regions.from_state(json.loads(json.dumps(own.static())), own.tensors())
+    assert kept.pairs
+    earlier = {name: value for name, value in own.static().items() if name != "pairs"}
+    assert not Regions.from_state(earlier, own.tensors()).pairs  # of files before
+
+
+@pytest.mark.parametrize(
+    ("size", "window", "shift", "twos"),
+    [
+        ((16, 16), (8, 8), (4, 4), True),
+        ((14, 14), (7, 7), (3, 3), False),
+        ((16, 24), (4, 12), (3, 6), True),  # rows are parted anywhere
+        ((16, 24), (4, 12), (3, 5), False),
+        ((10, 13), (4, 6), (2, 2), True),  # padded
+        ((8, 8, 14), (2, 4, 7), (1, 2, 0), False),
+        ((8, 8, 16), (3, 3, 4), (1, 1, 2), True),
+    ],
+)
+def test_maps_know_whether_keys_come_in_twos(
+    size: tuple[int, ...], window: tuple[int, ...], shift: tuple[int, ...], twos: bool
+) -> None:
+    term = WindowMap(size, window, shift).regions(torch.device("cpu"))
+    assert term.pairs is twos
+    term.check_codes()
+    found = regions(term.dense_term(math.prod(window), math.prod(window), 0, torch.float32)[:, 0])
+    assert found is not None and found.pairs is are_in_twos(term.ids)
+    found.check_codes()
